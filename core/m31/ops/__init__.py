@@ -1,0 +1,66 @@
+"""The op interface: every op of the model, declared once (DESIGN.md §4)."""
+
+from m31.ops.attention import dense_attention, sparse_attention
+from m31.ops.basic import add, embedding, gather_rows
+from m31.ops.cache import index_write, kv_write
+from m31.ops.linear import linear, lm_head
+from m31.ops.moe import experts, router, swiglu_oai
+from m31.ops.norm import gemma_rmsnorm, head_rmsnorm
+from m31.ops.rope import rope, rope_table
+from m31.ops.select import block_scores, block_select
+from m31.ops.spec import Arg, Attrs, Case, OpSpec, StateType, TensorDecl, TensorType, ValueType, WeightDecl
+
+ALL: dict[str, OpSpec] = {
+    spec.name: spec
+    for spec in (
+        embedding,
+        gemma_rmsnorm,
+        head_rmsnorm,
+        rope_table,
+        rope,
+        linear,
+        kv_write,
+        index_write,
+        block_scores,
+        block_select,
+        sparse_attention,
+        dense_attention,
+        router,
+        experts,
+        swiglu_oai,
+        add,
+        gather_rows,
+        lm_head,
+    )
+}
+
+__all__ = [
+    "ALL",
+    "Arg",
+    "Attrs",
+    "Case",
+    "OpSpec",
+    "StateType",
+    "TensorDecl",
+    "TensorType",
+    "ValueType",
+    "WeightDecl",
+    "add",
+    "block_scores",
+    "block_select",
+    "dense_attention",
+    "embedding",
+    "experts",
+    "gather_rows",
+    "gemma_rmsnorm",
+    "head_rmsnorm",
+    "index_write",
+    "kv_write",
+    "linear",
+    "lm_head",
+    "rope",
+    "rope_table",
+    "router",
+    "sparse_attention",
+    "swiglu_oai",
+]
