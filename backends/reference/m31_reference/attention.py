@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from torch import Tensor
 
 from m31.graph import RunKernel
@@ -154,7 +154,7 @@ def _attend(
     q = q_nhD[:, head * group : (head + 1) * group].transpose(0, 1)
     k = k.reshape(-1, k.shape[-1])[:valid].to(q.dtype).expand(group, -1, -1)
     v = v.reshape(-1, v.shape[-1])[:valid].to(q.dtype).expand(group, -1, -1)
-    o = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed[None, None], scale=scale)
+    o = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed[None, None], scale=scale)
     return o[0].transpose(0, 1).flatten(1)
 
 

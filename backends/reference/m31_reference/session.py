@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _KV_SHARE = 0.5  # of the memory that is free when the session opens; the rest is for weights still to be touched
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlainWeights:
     """Slot -> tensor in the compute dtype; file-backed where the file already has that dtype."""
 

@@ -90,7 +90,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def read(self, layer: int, page: int) -> dict[str, torch.Tensor]:
-        """Copies of a page of one layer: `k`, `v` [kv_heads, page_tokens, head_dim], `index` [page_tokens, index_dim]."""
+        """Copies of one page of one layer: `k` and `v` [kv_heads, page_tokens, head_dim], `index` [page_tokens, D]."""
 
     @abstractmethod
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:

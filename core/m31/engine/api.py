@@ -1,0 +1,135 @@
+"""`m31.load`: from a folder to a model that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from m31 import sdk
+from m31.checkpoint import Checkpoint
+from m31.config import Model as ModelConfig
+from m31.engine.engine import Engine
+from m31.engine.model import Cap, Model
+from m31.errors import BackendRefused, MemoryBudgetExceeded, RequestError
+from m31.graph import ModelGraph, WeightHandle, trace
+from m31.sdk.backend import KVCache, KVFormat, KVSpec, Session
+from m31.text.template import ChatTemplate
+from m31.text.tokenizer import Tokenizer
+
+CHUNK_TOKENS = 2048
+_POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does not need more
+
+
+def load(
+    path: str | Path,
+    *,
+    backend: str | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    kv_dtype: str | None = None,
+    max_context: int | None = None,
+) -> Model:
+    """Load a checkpoint folder.
+
+    Args:
+        path: the folder; everything in it is validated before anything is computed.
+        backend: a backend's name; None chooses (see `m31 backends`).
+        device: passed to the backend; None is its own choice.
+        dtype: compute dtype, `float32` or `float64` on the reference.
+        kv_dtype: format of the KV pages and index keys; None is the compute dtype.
+        max_context: most tokens of a sequence; None is what model, backend and memory allow.
+
+    Raises:
+        BackendError: no such backend, or it cannot be used here.
+        ConfigError, CheckpointError, TokenizerError, TemplateError: the folder is not right.
+        MemoryBudgetExceeded: `max_context` does not fit the memory.
+    """
+    if max_context is not None and (
+        isinstance(max_context, bool) or not isinstance(max_context, int) or max_context < 1
+    ):
+        raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
+    decision = sdk.decide(backend)
+    checkpoint = Checkpoint.open(path)
+    checkpoint.require_plain()
+    config = checkpoint.config
+    text = config.text
+    folder = Path(path)
+    tokenizer = template = None
+    if (folder / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
+    if ChatTemplate.present(folder):
+        template = ChatTemplate.load(folder)
+    session = sdk.open_backend(decision).open(device=device, dtype=dtype, rank=0, world=1)
+    graph = trace(text)
+    kv_format = _kv_format(kv_dtype or dtype, session, config, decision.chosen)
+    spec = KVSpec.of(text, kv_format, kv_format)
+    cap, cache = _allocate(session, config, spec, max_context, decision.chosen)
+    handles = _prepare(session, graph, checkpoint)
+    engine = Engine(
+        session=session,
+        who=decision.chosen,
+        graph=graph,
+        handles=handles,
+        cache=cache,
+        page_tokens=spec.page_tokens,
+        chunk_tokens=CHUNK_TOKENS,
+    )
+    return Model(
+        config=config,
+        decision=decision,
+        formats={"weights": checkpoint.weight_format, "kv": kv_format, "index": kv_format, "compute": dtype},
+        engine=engine,
+        cap=cap,
+        tokenizer=tokenizer,
+        template=template,
+        notes=checkpoint.notes,
+    )
+
+
+def _kv_format(name: str, session: Session, config: ModelConfig, who: str) -> KVFormat:
+    served = session.limits(config).kv_formats
+    for known in served:
+        if known == name:
+            return known
+    raise BackendRefused(f"KV format '{name}' is not served", where=f"backend {who}", expected=" or ".join(served))
+
+
+def _allocate(
+    session: Session, config: ModelConfig, spec: KVSpec, max_context: int | None, who: str
+) -> tuple[Cap, KVCache]:
+    """The context cap and the pages for it; nothing is allocated that does not fit the budget."""
+    served = session.limits(config).max_context
+    model_cap = Cap(config.text.max_position, "this model")
+    cap = Cap(served, f"backend {who}") if served < model_cap.tokens else model_cap
+    if max_context is not None:
+        if max_context > cap.tokens:
+            raise RequestError(
+                f"max_context is {max_context:,}", expected=f"at most {cap.tokens:,}, the limit of {cap.who}"
+            )
+        cap = Cap(max_context, "--max-context")
+    layout = session.kv_layout(spec)
+    budget = session.memory_budget()
+    affordable = budget // layout.page_bytes
+    wanted = -(-cap.tokens // spec.page_tokens)
+    if affordable < (wanted if max_context is not None else 1):
+        need = (wanted if max_context is not None else 1) * layout.page_bytes
+        raise MemoryBudgetExceeded(
+            f"KV pages need {need / 1e9:.2f} GB",
+            where=f"backend {who}",
+            expected=f"at most {budget / 1e9:.2f} GB, the budget on this device now",
+            fix="lower --max-context, or free memory",
+        )
+    if wanted > affordable:
+        cap = Cap(affordable * spec.page_tokens, "the memory budget of this machine")
+    pages = min(affordable, max(wanted, -(-_POOL_TOKENS // spec.page_tokens)))
+    return cap, layout.allocate(pages)
+
+
+def _prepare(session: Session, graph: ModelGraph, checkpoint: Checkpoint) -> Mapping[str, WeightHandle]:
+    handles: dict[str, WeightHandle] = {}
+    for call in graph.calls:
+        decl = call.op.weights
+        if decl is not None:
+            slots = {slot: checkpoint.tensor(tensor.name) for slot, tensor in decl.slots.items()}
+            handles[decl.name] = session.prepare(call.op, slots)
+    return handles
