@@ -20,6 +20,7 @@ from m31.graph import ModelGraph, Plan, StepBatch, StepClass, WeightHandle, bind
 from m31.sdk.backend import KVCache, Session
 
 _KEPT_PLANS = 8
+_LOGITS_CHUNK = 256  # tokens of a step whose every row gets full-vocabulary logits
 _MIN_PAGES = 16  # smallest page-table width of a plan
 
 
@@ -91,7 +92,7 @@ class Engine:
         self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch]] = OrderedDict()
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It must fit the whole pool; limits with better names are checked before (m31.engine.model)."""
+        """Queue a sequence. It must fit the pool; `m31.engine.model` checks the limits that users know by name."""
         if self._pages_for(sequence) > self.pool.pages:
             raise M31Error(
                 f"a sequence of {sequence.capacity:,} tokens needs {self._pages_for(sequence):,} pages",
@@ -150,7 +151,7 @@ class Engine:
         budget = self.chunk_tokens
         work: list[tuple[Sequence, int]] = []
         for sequence in sorted(self._running, key=lambda s: s.pending > 1):  # stable: order of arrival within each
-            count = min(sequence.pending, budget)
+            count = min(sequence.pending, budget, _LOGITS_CHUNK if sequence.params is None else budget)
             if count:
                 work.append((sequence, count))
                 budget -= count

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from m31.text.template import ChatTemplate
     from m31.text.tokenizer import Tokenizer
 
-_LOGITS_CHUNK = 256  # rows of full-vocabulary logits at a time
-
 
 @dataclass(frozen=True)
 class Cap:
@@ -236,13 +234,11 @@ class Model:
         if len(prompt) > self.cap.tokens:
             raise ContextLimitExceeded(self.cap.who, self.cap.tokens, len(prompt))
         sequence = EngineSequence(prompt=prompt, params=None, seed=0, request=0, stop_ids=frozenset())
-        chunk, self.engine.chunk_tokens = self.engine.chunk_tokens, min(self.engine.chunk_tokens, _LOGITS_CHUNK)
         self.engine.add(sequence)
         try:
             while not sequence.done:
                 self.engine.step()
         finally:
-            self.engine.chunk_tokens = chunk
             self.engine.remove(sequence)
         return torch.cat(list(sequence.rows)).cpu()
 
