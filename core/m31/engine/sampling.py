@@ -294,19 +294,25 @@ def distribution(logits: F64, params: SamplingParams) -> F64:
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the largest to -inf, as it should
         weights = np.exp((logits - logits.max()) / params.temperature)
     if 0 < params.top_k < len(weights):
-        weights = _only(weights, _largest(weights, params.top_k))
+        last = np.partition(weights, len(weights) - params.top_k)[len(weights) - params.top_k]
+        weights = _keep(weights, params.top_k, last)
     if params.top_p < 1:
-        weights = _only(weights, _nucleus(weights, params.top_p))
+        # Sorting values is far cheaper than sorting ids, and only the last value kept has to be known.
+        falling = np.sort(weights)[::-1]
+        mass = np.cumsum(falling)
+        count = int(np.searchsorted(mass, params.top_p * mass[-1])) + 1
+        weights = _keep(weights, count, falling[count - 1])
     if params.min_p > 0:
         weights = np.where(weights < params.min_p * weights.max(), 0.0, weights)
     result: F64 = weights / weights.sum()
     return result
 
 
-def _only(weights: F64, ids: npt.NDArray[np.int64]) -> F64:
-    kept = np.zeros_like(weights)
-    kept[ids] = weights[ids]
-    return kept
+def _keep(weights: F64, count: int, last: float) -> F64:
+    """`weights` with all but the `count` largest set to 0; `last` is the smallest kept, lowest ids first on ties."""
+    kept = weights > last
+    kept[np.flatnonzero(weights == last)[: count - int(kept.sum())]] = True
+    return np.where(kept, weights, 0.0)
 
 
 def _largest(values: F64, count: int) -> npt.NDArray[np.int64]:
@@ -316,21 +322,6 @@ def _largest(values: F64, count: int) -> npt.NDArray[np.int64]:
     last = np.partition(values, len(values) - count)[len(values) - count]
     candidates = np.flatnonzero(values >= last)  # all ties with the last one, in order of id
     return candidates[np.argsort(-values[candidates], kind="stable")][:count]
-
-
-def _nucleus(weights: F64, top_p: float) -> npt.NDArray[np.int64]:
-    """Ids of the shortest list of most probable tokens whose mass reaches `top_p`; at least one.
-
-    A sorted head is nearly always enough; sorting 200,064 entries costs ten times as much.
-    """
-    target = top_p * weights.sum()
-    count = min(1024, len(weights))
-    while True:
-        ids = _largest(weights, count)
-        mass = np.cumsum(weights[ids])
-        if mass[-1] >= target or count == len(weights):
-            return ids[: int(np.searchsorted(mass, target)) + 1]
-        count = min(count * 16, len(weights))
 
 
 def draw(probabilities: F64, u: float) -> int:

@@ -53,6 +53,11 @@ class _Undefined(jinja2.Undefined):
         return False
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    # Intercepted operators are not folded into constants: `9 ** 9 ** 9` then costs a rendering, which has limits.
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
+
 class _Raised(jinja2.TemplateError):
     """The template called raise_exception."""
 
@@ -95,12 +100,12 @@ def _environment() -> tuple[jinja2.Environment, Callable[[str], None]]:
         nonlocal clock
         clock = datetime.fromisoformat(now)
 
-    env = ImmutableSandboxedEnvironment(
+    env = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=_Undefined,
         extensions=["jinja2.ext.loopcontrols", _Generation],
-        optimized=False,  # constants are folded while compiling: work before the limits of a rendering apply
+        optimized=False,  # the same for expressions inside statements
     )
     env.filters["tojson"] = _tojson
     env.globals.update(

@@ -52,9 +52,9 @@ class Detokenizer:
         Raises:
             TokenizerError: the id is outside the vocabulary. The state is unchanged.
         """
+        piece = self._tokenizer.piece(token_id, first=self._first)  # refuses what is no id, True for example
         if token_id in self._skipped:
             return ""
-        piece = self._tokenizer.piece(token_id, first=self._first)
         self._first = False
         return self._stripped(self._utf8.decode(piece))
 

@@ -16,7 +16,6 @@ THINK_OPENER = "<mm:think>"
 _MAX_BYTES = 2**20  # of a template; the published one has 12 thousand
 _MAX_CONFIG_BYTES = 64 * 2**20
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 class ChatTemplate:
@@ -107,9 +106,6 @@ class ChatTemplate:
             RequestError: the messages or tools are malformed, or the template would drop one without a word.
             TemplateError: the template fails, does what the sandbox forbids, or passes a limit.
         """
-        clash = sorted(_RESERVED & variables.keys())
-        if clash:
-            raise TemplateError(f"the template variables {clash} are set by m31", fix="remove them")
         checked_tools = check_tools(tools)
         name = "tool_use" if checked_tools and "tool_use" in self._names else "default"
         values = {
