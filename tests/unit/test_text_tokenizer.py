@@ -73,9 +73,18 @@ def fallback_json(decoder=None, byte_fallback=True):
 
 
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+STRIP_THREE = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 3, "stop": 0},
+    ],
+}
 DECODERS = {
     "byte-level": lambda: byte_level_json(),
     "fallback": lambda: fallback_json(),
+    "strip-three": lambda: fallback_json(STRIP_THREE),
     "metaspace": lambda: fallback_json({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, METASPACE]}),
     "metaspace-never": lambda: fallback_json({**METASPACE, "prepend_scheme": "never"}),
 }
@@ -411,6 +420,15 @@ def test_text_that_holds_the_replacement_character_is_not_held_back(tok):
     pieces, rest = stream(tok, ids)
     assert "".join(pieces) == "\ufffd" * 5
     assert rest == ""
+
+
+def test_stripping_counts_over_tokens():
+    """Five spaces in five tokens, three of them stripped; the allowance ends with the first other character."""
+    tok = BUILT["strip-three"]
+    letter = tok.encode("a", special=False)
+    mark = next(i for i in range(268) if tok.token_string(i) == "▁")
+    assert "".join(stream(tok, [mark] * 5)[0]) == "  " == reference_decode(fallback_json(STRIP_THREE), [mark] * 5, True)
+    assert "".join(stream(tok, [mark, *letter, mark, mark])[0]) == "a  "
 
 
 def test_spaces_at_the_start():
