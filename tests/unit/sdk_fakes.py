@@ -112,7 +112,7 @@ def machine_with(*listed: Device) -> Inventory:
     return Inventory(cpu=cpu, devices=tuple(listed), notes=())
 
 
-# --- distributions on disk ---------------------------------------------------------------------------------------------
+# --- distributions on disk ----------------------------------------------------------------------
 
 
 def write_dist(

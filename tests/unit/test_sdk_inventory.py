@@ -100,7 +100,7 @@ def kfd(root: Path, count: int, target: int = 90500) -> None:
     write(root, "opt/rocm/.info/version", "7.2.0-43\n")
 
 
-# --- management library ------------------------------------------------------------------------------------------------
+# --- management library ----------------------------------------------------------------------
 
 
 def test_working_devices_are_described(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_devices_without_the_compute_library_are_present_but_unusable(tmp_path: 
     seen = look(tmp_path, {"libnvidia-ml.so.1": FakeNvml((9, 0), 2)})
     assert seen.usable_devices == ()
     assert [str(d) for d in seen.devices] == [
-        "nvidia Test Board (sm_90, 141 GiB): present but unusable: libcuda.so.1: libcuda.so.1: cannot open shared object "
-        "file: No such file or directory"
+        "nvidia Test Board (sm_90, 141 GiB): present but unusable: "
+        "libcuda.so.1: cannot open shared object file: No such file or directory"
     ] * 2
 
 
@@ -204,7 +204,7 @@ def test_devices_hidden_by_the_user(tmp_path: Path, value: str, kept: list[int])
     assert f"CUDA_VISIBLE_DEVICES={value!r} hides {4 - len(kept)} of 4 devices" in str(seen.notes)
 
 
-# --- sysfs topology ----------------------------------------------------------------------------------------------------
+# --- sysfs topology ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_board_without_kernel_module_is_present_but_unusable(tmp_path: Path) -
     assert "topology/nodes: No such file or directory" in str(seen.devices[0].problem)
 
 
-# --- processor ---------------------------------------------------------------------------------------------------------
+# --- processor ----------------------------------------------------------------------
 
 
 def test_no_device_leaves_the_reasons_as_notes(tmp_path: Path) -> None:

@@ -75,10 +75,10 @@ def test_a_valid_manifest_keeps_every_value() -> None:
         ({"ops": ["rope"], "fallback": ["rope"]}, "fallback lists ops that ops already claims: rope"),
     ],
 )
-def test_every_mistake_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
+def test_bug_87_every_mistake_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
     message = refuse(manifest_text("x", **changes))
     assert expected in message
-    assert not re.search(r"%[sdr]|\{\w*\}|union|literal\[", message)  # BUG-87: no raw template, no parser's jargon
+    assert not re.search(r"%[sdr]|\{\w*\}|union|literal\[", message)  # no raw template, no parser's jargon
 
 
 def test_all_mistakes_are_listed_at_once() -> None:
@@ -101,7 +101,7 @@ def test_what_is_not_a_manifest_is_refused(text: str, expected: str) -> None:
 
 
 def test_absent_and_unreadable_files(tmp_path: Any) -> None:
-    with pytest.raises(ManifestError, match="the manifest is missing; expected a backend.toml beside"):
+    with pytest.raises(ManifestError, match=r"the manifest is missing; expected a backend\.toml beside"):
         read_manifest(tmp_path / "backend.toml")
     (tmp_path / "backend.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ManifestError, match="cannot be read"):
@@ -112,7 +112,7 @@ def test_names_are_normalised() -> None:
     assert normalise(" My_Back.End--x ") == "my-back-end-x"
 
 
-# --- m31's own manifests: MODEL.md §8 ----------------------------------------------------------------------------------
+# --- m31's own manifests: MODEL.md §8 ----------------------------------------------------------------------
 
 TABLE = {
     # name: vendor, architectures, devices, experts, preferred KV, context, draft, video, TP

@@ -57,24 +57,26 @@ def refusal(decision: Decision, error: type[BackendError]) -> str:
     return str(caught.value)
 
 
-# --- m31's own five ----------------------------------------------------------------------------------------------------
+# --- m31's own five ----------------------------------------------------------------------
 
 
 def test_a_machine_without_accelerator_gets_the_reference_and_every_other_a_reason() -> None:
     decision = select(PROCESSOR_ONLY, shipped_candidates())
     assert (decision.name, decision.reason, decision.source) == ("reference", "the only usable backend", "auto")
     assert decision.require().name == "reference"
+    none = "no matching device: needs "
     assert {v.name: str(v) for v in decision.verdicts} == {
         "reference": "chosen: the only usable backend",
-        "hopper": "no matching device: needs 8 usable device(s) of nvidia sm_90; this machine has no accelerator",
-        "blackwell": "no matching device: needs 4 usable device(s) of nvidia sm_100 or sm_103; this machine has no accelerator",
-        "rubin": "no matching device: needs 4 usable device(s) of nvidia sm_107; this machine has no accelerator",
-        "mi355x": "no matching device: needs 4 usable device(s) of amd gfx950; this machine has no accelerator",
+        "hopper": f"{none}8 usable device(s) of nvidia sm_90; this machine has no accelerator",
+        "blackwell": f"{none}4 usable device(s) of nvidia sm_100 or sm_103; this machine has no accelerator",
+        "rubin": f"{none}4 usable device(s) of nvidia sm_107; this machine has no accelerator",
+        "mi355x": f"{none}4 usable device(s) of amd gfx950; this machine has no accelerator",
     }
 
 
 @pytest.mark.parametrize("name", GPU_BACKENDS)
-def test_on_its_own_hardware_a_backend_without_kernels_says_so(name: str) -> None:
+def test_bug_113_on_its_own_hardware_a_backend_without_kernels_says_so(name: str) -> None:
+    """BUG-113: "no backend supports this", with every reason thrown away."""
     decision = select(machine_with(*BOARDS[name]), shipped_candidates())
     assert verdict(decision, name) == f"claims no ops: {name} claims no ops yet in this release"
     message = refusal(decision, NoUsableBackend)
@@ -82,7 +84,7 @@ def test_on_its_own_hardware_a_backend_without_kernels_says_so(name: str) -> Non
         "and no installed backend can use it; to run on the processor nevertheless, say so: --backend reference"
         in message
     )
-    for other in shipped_candidates():  # BUG-113: every candidate with its reason in the error itself
+    for other in shipped_candidates():  # every candidate with its reason, in the error itself
         assert f"  {other.name} (m31 0.1.0): " in message
     with pytest.raises(BackendRefused, match="claims no ops yet in this release"):
         select(machine_with(*BOARDS[name]), shipped_candidates(), name).require()
@@ -108,8 +110,8 @@ def test_with_kernels_the_same_hardware_would_choose_it(name: str) -> None:
     assert f"this machine has {len(BOARDS[name]) - 1} of " in verdict(fewer, name)
 
 
-def test_an_unusable_board_never_becomes_a_silent_processor_run() -> None:
-    """BUG-77, BUG-89."""
+def test_bug_77_89_an_unusable_board_never_becomes_a_silent_processor_run() -> None:
+    """BUG-77, BUG-89: an accelerator was there or asked for, its library was not, and the processor took over."""
     decision = select(machine_with(*BROKEN_BOARD), shipped_candidates())
     message = refusal(decision, NoUsableBackend)
     assert "1 of nvidia sm_90 (present but unusable: libcuda.so.1: cannot open shared object file)" in message
@@ -121,7 +123,7 @@ def test_an_unusable_board_never_becomes_a_silent_processor_run() -> None:
     assert (asked.name, asked.reason) == ("reference", "asked for by argument")
 
 
-# --- rules -------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------
 
 
 def test_the_highest_score_wins_and_the_others_are_outscored() -> None:
@@ -269,7 +271,7 @@ def test_an_unanswered_probe_is_not_a_yes() -> None:
     )
 
 
-# --- properties --------------------------------------------------------------------------------------------------------
+# --- properties ----------------------------------------------------------------------
 
 POOL = (
     *shipped_candidates(),
@@ -288,7 +290,7 @@ MACHINES = (PROCESSOR_ONLY, machine_with(*BROKEN_BOARD), machine_with(*devices(2
     st.sampled_from(MACHINES),
     st.sampled_from([None, "auto", "alpha", "beta", "gamma", "delta", "omega", "reference", "hopper", "nope"]),
 )
-def test_every_decision_is_complete_and_honest(pool: list[Any], machine: Any, choice: str | None) -> None:
+def test_bug_91_every_decision_is_complete_and_honest(pool: list[Any], machine: Any, choice: str | None) -> None:
     decision = select(machine, tuple(pool), choice)
     kinds = [v.kind for v in decision.verdicts]
     assert len(kinds) == len(pool)

@@ -98,7 +98,7 @@ def _named(value: str, devices: list[Device]) -> list[Device]:
     return kept
 
 
-# --- management library -----------------------------------------------------------------------------------------------
+# --- management library ----------------------------------------------------------------------
 
 _NVML_CODES = {
     3: "not supported",
@@ -194,7 +194,7 @@ def _nvml_device(vendor: Vendor, library: Any, index: int) -> Device:
     )
 
 
-# --- sysfs topology ---------------------------------------------------------------------------------------------------
+# --- sysfs topology ----------------------------------------------------------------------
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 

@@ -65,5 +65,5 @@ class Machine:
         try:
             return self.dlopen(name)
         except OSError as error:
-            self.note(name, str(error))
+            self.note(name, str(error).removeprefix(f"{name}: "))
             return None

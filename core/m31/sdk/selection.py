@@ -254,7 +254,7 @@ class _Table:
     obstacles: list[_Obstacle | None]
     source: str
 
-    # --- the user named one -------------------------------------------------------------------------------------------
+    # --- the user named one ---
 
     def explicit(self, choice: str) -> Decision:
         name = normalise(choice)
@@ -290,7 +290,7 @@ class _Table:
             fix=f"mend that, or choose another backend; an explicit choice ({self.source}) is never replaced",
         )
 
-    # --- highest score ------------------------------------------------------------------------------------------------
+    # --- highest score ---
 
     def automatic(self) -> Decision:
         ranked = [i for i, o in enumerate(self.obstacles) if o is None or o.ranks]
@@ -344,7 +344,7 @@ class _Table:
             fix="\n".join([fix, *lines]),
         )
 
-    # --- common -------------------------------------------------------------------------------------------------------
+    # --- common ---
 
     def _score(self, index: int) -> int:
         manifest = self.candidates[index].manifest
