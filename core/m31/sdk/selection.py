@@ -213,7 +213,7 @@ def _device_problem(match: DeviceMatch, inventory: Inventory) -> str | None:
 
 
 def _summary(inventory: Inventory) -> str:
-    """`4 of nvidia sm_100`-like counts, or the fact that there is nothing."""
+    """How many of which device, or the fact that there is none."""
     counts: dict[str, int] = {}
     for d in inventory.devices:
         label = f"{d.vendor} {d.arch or d.name}" + ("" if d.usable else f" (present but unusable: {d.problem})")
