@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,25 +50,25 @@ def load(
     ):
         raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
     decision = sdk.decide(backend)
+    name = decision.require().name
     checkpoint = Checkpoint.open(path)
     checkpoint.require_plain()
     config = checkpoint.config
     text = config.text
     folder = Path(path)
-    tokenizer = template = None
+    tokenizer = None
     if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
-    if ChatTemplate.present(folder):
-        template = ChatTemplate.load(folder)
+    template = ChatTemplate.find(folder)
     session = sdk.open_backend(decision).open(device=device, dtype=dtype, rank=0, world=1)
     graph = trace(text)
-    kv_format = _kv_format(kv_dtype or dtype, session, config, decision.chosen)
+    kv_format = _kv_format(kv_dtype or dtype, session, config, name)
     spec = KVSpec.of(text, kv_format, kv_format)
-    cap, cache = _allocate(session, config, spec, max_context, decision.chosen)
+    cap, cache = _allocate(session, config, spec, max_context, name)
     handles = _prepare(session, graph, checkpoint)
     engine = Engine(
         session=session,
-        who=decision.chosen,
+        who=name,
         graph=graph,
         handles=handles,
         cache=cache,
@@ -77,7 +78,7 @@ def load(
     return Model(
         config=config,
         decision=decision,
-        formats={"weights": checkpoint.weight_format, "kv": kv_format, "index": kv_format, "compute": dtype},
+        formats={"weights": _weight_format(graph, checkpoint), "kv": kv_format, "index": kv_format, "compute": dtype},
         engine=engine,
         cap=cap,
         tokenizer=tokenizer,
@@ -133,3 +134,12 @@ def _prepare(session: Session, graph: ModelGraph, checkpoint: Checkpoint) -> Map
             slots = {slot: checkpoint.tensor(tensor.name) for slot, tensor in decl.slots.items()}
             handles[decl.name] = session.prepare(call.op, slots)
     return handles
+
+
+def _weight_format(graph: ModelGraph, checkpoint: Checkpoint) -> str:
+    """The storage formats of the text model's weights, most elements first."""
+    sizes: dict[str, int] = {}
+    for tensor in graph.tensors():
+        stored = str(checkpoint.tensor(tensor.name).dtype).removeprefix("torch.")
+        sizes[stored] = sizes.get(stored, 0) + math.prod(tensor.shape)
+    return "+".join(sorted(sizes, key=lambda name: -sizes[name]))

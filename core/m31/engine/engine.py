@@ -53,7 +53,15 @@ class Sequence:
     @property
     def capacity(self) -> int:
         """Tokens that the sequence may ever hold in the cache. The last sampled token is never run."""
-        return len(self.prompt) + (self.params.max_tokens - 1 if self.params else 0)
+        return len(self.prompt) + self.max_new - (1 if self.max_new else 0)
+
+    @property
+    def max_new(self) -> int:
+        """Tokens to generate at most; 0 without `params`."""
+        if self.params is None:
+            return 0
+        assert self.params.max_tokens is not None, "resolve the parameters first"
+        return self.params.max_tokens
 
     @property
     def pending(self) -> int:
@@ -233,12 +241,11 @@ class Engine:
         return sample(torch.cat([logits[row] for _, row in rows]).float(), states)
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        assert sequence.params is not None
         sequence.tokens.append(sampled.token_id)
         sequence.outputs.append(sampled)
         if sampled.token_id in sequence.stop_ids:
             self._finish(sequence, "stop")
-        elif len(sequence.tokens) - len(sequence.prompt) >= sequence.params.max_tokens:
+        elif len(sequence.tokens) - len(sequence.prompt) >= sequence.max_new:
             self._finish(sequence, "length")
 
     def _finish(self, sequence: Sequence, reason: str) -> None:

@@ -74,7 +74,7 @@ class Generation:
         self, engine: Engine, sequence: EngineSequence, tokenizer: Tokenizer | None, stops: tuple[str, ...]
     ) -> None:
         self._engine, self._sequence = engine, sequence
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer, continuing=True) if tokenizer is not None else None
         self._stops = StopStrings(stops)
         self._started = time.perf_counter()
         self._first = self._last = 0.0
@@ -212,13 +212,14 @@ class Model:
         ids = self.encode(prompt, special=special)
         if len(ids) > self.cap.tokens:
             raise ContextLimitExceeded(self.cap.who, self.cap.tokens, len(ids))
-        if len(ids) + sampling.max_tokens - 1 > self.cap.tokens:
+        sampling = sampling.resolved(room=self.cap.tokens - len(ids) + 1)
+        assert sampling.seed is not None
+        assert sampling.max_tokens is not None
+        if len(ids) + sampling.max_tokens - 1 > self.cap.tokens:  # the last token is never run
             raise ContextLimitExceeded(self.cap.who, self.cap.tokens, len(ids) + sampling.max_tokens - 1)
         if sampling.stop and self.tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer and this checkpoint has none", where="stop")
         eos = () if sampling.ignore_eos else self.config.text.eos_token_ids
-        sampling = sampling.resolved()
-        assert sampling.seed is not None
         sequence = EngineSequence(
             prompt=ids,
             params=sampling,

@@ -29,6 +29,7 @@ from m31.errors import NonFiniteLogits, OpRefused, RequestError
 
 F64 = npt.NDArray[np.float64]
 
+DEFAULT_TOKENS = 256
 MAX_TOKENS = 2**20  # the model's largest context, MODEL.md §1.2
 MAX_LOGPROBS = 128
 MAX_STOPS = 64
@@ -43,7 +44,7 @@ class SamplingParams:
     penalties are off.
 
     Attributes:
-        max_tokens: tokens to generate at most, 1 .. 1,048,576.
+        max_tokens: tokens to generate at most, 1 .. 1,048,576; None: 256, or fewer where the context ends sooner.
         temperature: 0 is greedy (argmax, lowest id on ties); else logits are divided by it; up to 100.
         top_p: keep the most probable tokens until their mass reaches this; (0, 1]; 1 is off.
         top_k: keep this many; 0 is off, 1 is greedy; a number above the vocabulary's size keeps all.
@@ -59,7 +60,7 @@ class SamplingParams:
         ignore_eos: go on after EOS (for measurements).
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 0.95
     top_k: int = 0
@@ -74,7 +75,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _integer("top_k", self.top_k, 0, 2**31 - 1, hint="0 switches it off")
@@ -101,9 +103,17 @@ class SamplingParams:
         """Whether logits depend on the tokens before."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    def resolved(self) -> SamplingParams:
-        """The same parameters with a seed: their own, or one drawn from the system's entropy now."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+    def resolved(self, room: int | None = None) -> SamplingParams:
+        """The same parameters with nothing left open.
+
+        The seed is their own, or one drawn from the system's entropy now. `max_tokens` is their own, or the default,
+        cut to `room`, the tokens that the context still holds (None: unlimited).
+        """
+        seed = self.seed if self.seed is not None else secrets.randbits(64)
+        most = self.max_tokens
+        if most is None:
+            most = DEFAULT_TOKENS if room is None else max(1, min(DEFAULT_TOKENS, room))
+        return replace(self, seed=seed, max_tokens=most)
 
 
 def _refused(name: str, value: object, expected: str, hint: str | None = None) -> RequestError:

@@ -56,6 +56,11 @@ class ChatTemplate:
         self._process = TemplateProcess(templates, where, limits or Limits())
 
     @classmethod
+    def find(cls, folder: str | Path) -> ChatTemplate | None:
+        """The template of a folder, or None where neither file has one. A broken one is an error, as in `load`."""
+        return cls._read(Path(folder), datetime.now, None)
+
+    @classmethod
     def load(
         cls, folder: str | Path, *, clock: Callable[[], datetime] = datetime.now, limits: Limits | None = None
     ) -> ChatTemplate:
@@ -66,8 +71,19 @@ class ChatTemplate:
         Raises:
             TemplateError: there is no template, it is not a regular text file, or it has a syntax error.
         """
-        path = Path(folder) / "chat_template.jinja"
-        config_path = Path(folder) / "tokenizer_config.json"
+        template = cls._read(Path(folder), clock, limits)
+        if template is None:
+            raise TemplateError(
+                "the checkpoint has no chat template",
+                where=str(folder),
+                expected="chat_template.jinja, or 'chat_template' in tokenizer_config.json",
+                fix="give a raw prompt (plain text or token ids) instead of messages, or add the file",
+            )
+        return template
+
+    @classmethod
+    def _read(cls, folder: Path, clock: Callable[[], datetime], limits: Limits | None) -> ChatTemplate | None:
+        path, config_path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         text = read_text(config_path, TemplateError, max_bytes=_MAX_CONFIG_BYTES)
         config = {} if text is None else parse_object(text, config_path, TemplateError)
         source = read_text(path, TemplateError, max_bytes=_MAX_BYTES)
@@ -76,12 +92,7 @@ class ChatTemplate:
         elif config.get("chat_template") is not None:
             templates, where = _from_config(config["chat_template"], str(config_path)), str(config_path)
         else:
-            raise TemplateError(
-                "the checkpoint has no chat template",
-                where=str(folder),
-                expected="chat_template.jinja, or 'chat_template' in tokenizer_config.json",
-                fix="give a raw prompt (plain text or token ids) instead of messages, or add the file",
-            )
+            return None
         template = cls(templates, where=where, special_tokens=_token_strings(config), clock=clock, limits=limits)
         template._process.check()
         return template
