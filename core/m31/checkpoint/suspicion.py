@@ -85,8 +85,9 @@ def _special_ids(checkpoint: Checkpoint, loaded: Mapping[str, dict[str, Any]]) -
     tokenizer_ids = _token_ids(loaded)
     for kind, expected in ours.items():
         value = generation.get(f"{kind}_token_id")
-        theirs: set[int] = set(value if isinstance(value, list) else [value]) if _ids(value) else set()
-        if value is not None and not _ids(value):
+        theirs = _ids(value)
+        if theirs is None:
+            theirs = set()
             yield f"generation_config.json gives {kind}_token_id {value!r}, which is no token id"
         elif theirs and expected != theirs:
             yield f"{kind}_token_id is {_show(expected)} in config.json and {_show(theirs)} in generation_config.json"
@@ -105,9 +106,11 @@ def _special_ids(checkpoint: Checkpoint, loaded: Mapping[str, dict[str, Any]]) -
                 yield f"{kind}_token_id is {here} in config.json, but the tokenizer's {content!r} is {token_id}"
 
 
-def _ids(value: object) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(type(item) is int and item >= 0 for item in values)
+def _ids(value: object) -> set[int] | None:
+    """Token ids from an int, a list or null; None when it is something else."""
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    ids = {item for item in values if type(item) is int and item >= 0}
+    return ids if all(type(item) is int and item >= 0 for item in values) else None
 
 
 def _show(ids: set[int]) -> str:
