@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from m31.checkpoint.header import Header, StoredTensor, read_header
+from m31.checkpoint.header import Header, StoredTensor, printable, read_header
 from m31.config.jsonfile import read_object
 from m31.config.schema import shown
 from m31.errors import CheckpointError, DuplicateTensor, IndexMismatch, NotACheckpoint
@@ -21,7 +21,7 @@ _PARTIAL = (".incomplete", ".part", ".aria2", ".crdownload", ".tmp")
 
 def listed(names: Iterable[str], limit: int = 5) -> str:
     """Up to `limit` names and how many more there are."""
-    every = list(names)
+    every = [printable(name) for name in names]
     rest = f" and {len(every) - limit} more" if len(every) > limit else ""
     return ", ".join(every[:limit]) + rest
 
@@ -186,7 +186,7 @@ def _merge(
     where = str(index_path)
     absent = sorted(name for name in weight_map if name not in tensors)
     if absent:
-        claim = f"'{absent[0]}' should be in {weight_map[absent[0]]}"
+        claim = f"'{printable(absent[0])}' should be in {printable(weight_map[absent[0]])}"
         raise IndexMismatch(
             f"names {len(absent)} tensors that no shard holds: {listed(absent)}",
             where=where,
@@ -202,7 +202,7 @@ def _merge(
     if moved:
         name = moved[0]
         raise IndexMismatch(
-            f"places {len(moved)} tensors in the wrong shard: '{name}' in {weight_map[name]}, "
+            f"places {len(moved)} tensors in the wrong shard: '{printable(name)}' in {printable(weight_map[name])}, "
             f"but it is in {tensors[name].path.name}",
             where=where,
             fix="fetch it again",

@@ -45,6 +45,12 @@ class Header:
     file_size: int
 
 
+def printable(name: str) -> str:
+    """A name from a file, fit for any terminal: control characters and lone surrogates escaped, at most 200 long."""
+    text = name if name.isprintable() else ascii(name)[1:-1]
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 def read_header(path: Path) -> Header:
     """Read and check one file's header. Tensor data is not touched.
 
@@ -103,7 +109,7 @@ def _metadata(value: Any, where: str) -> dict[str, str]:
 
 def _entry(name: str, entry: Any, path: Path, base: int) -> StoredTensor:
     def bad(what: str, expected: str | None = None) -> BadHeader:
-        return BadHeader(f"tensor '{name}' {what}", where=str(path), expected=expected, fix=_FETCH)
+        return BadHeader(f"tensor '{printable(name)}' {what}", where=str(path), expected=expected, fix=_FETCH)
 
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise bad(f"has the entry {shown(entry)}", "dtype, shape and data_offsets")
@@ -127,20 +133,22 @@ def _entry(name: str, entry: Any, path: Path, base: int) -> StoredTensor:
 
 def _check_extents(tensors: dict[str, StoredTensor], base: int, file_size: int, where: str) -> None:
     """No overlap, no gap, and exactly the file's bytes."""
-    position, previous = base, None
+    position, previous = base, ""
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
         if tensor.start < position:
-            raise BadHeader(f"tensors '{previous}' and '{tensor.name}' overlap", where=where, fix=_FETCH)
+            raise BadHeader(
+                f"tensors '{printable(previous)}' and '{printable(tensor.name)}' overlap", where=where, fix=_FETCH
+            )
         if tensor.start > position:
             raise BadHeader(
-                f"{tensor.start - position:,} bytes before tensor '{tensor.name}' belong to no tensor",
+                f"{tensor.start - position:,} bytes before tensor '{printable(tensor.name)}' belong to no tensor",
                 where=where,
                 expected="data without gaps",
                 fix=_FETCH,
             )
         position, previous = tensor.stop, tensor.name
     if file_size < position:
-        lost = sum(tensor.stop > file_size for tensor in tensors.values())
+        lost = sum(tensor.stop > max(file_size, tensor.start) for tensor in tensors.values())
         raise TruncatedShard(
             f"has {file_size:,} bytes, but its header describes {position:,} ({lost} tensors reach beyond the end)",
             where=where,

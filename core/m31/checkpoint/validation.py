@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from m31.checkpoint.folder import listed
-from m31.checkpoint.header import StoredTensor
+from m31.checkpoint.header import StoredTensor, printable
 from m31.checkpoint.inventory import TensorDecl
 from m31.checkpoint.naming import is_ignored, is_vision, rename, split, strip_official
 from m31.config.model import Dialect, Model
@@ -118,7 +118,7 @@ def _unexpected(
     described = []
     for name in names[:_SHOWN]:
         near = _nearest(rename(name), missing) or _nearest(rename(name), declared)
-        described.append(f"'{name}'" + (f" (nearest: '{near}')" if near else ""))
+        described.append(f"'{printable(name)}'" + (f" (nearest: '{near}')" if near else ""))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     also = f"; {len(missing)} expected ones are missing: {listed(missing, _SHOWN)}" if missing else ""
     return UnexpectedTensor(

@@ -11,7 +11,16 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictStr,
+    ValidationError,
+)
 
 from m31.errors import ConfigError, UnknownKey
 
@@ -33,6 +42,14 @@ def _finite(value: object) -> float:
     return number
 
 
+def _token_ids(value: object) -> object:
+    """Accept null, one token id, or a non-empty list of them."""
+    ids = value if isinstance(value, list) else [value]
+    if value is not None and not (ids and all(type(item) is int and 0 <= item <= MAX_INT for item in ids)):
+        raise ValueError("expected a token id or a non-empty list of them")
+    return value
+
+
 PositiveInt = Annotated[int, Field(strict=True, ge=1, le=MAX_INT)]
 NaturalInt = Annotated[int, Field(strict=True, ge=0, le=MAX_INT)]
 AnyInt = Annotated[int, Field(strict=True, ge=-MAX_INT, le=MAX_INT)]
@@ -41,7 +58,7 @@ ExpertCount = Annotated[int, Field(strict=True, ge=1, le=MAX_EXPERTS)]
 Flag01 = Annotated[int, Field(strict=True, ge=0, le=1)]
 Finite = Annotated[float, BeforeValidator(_finite)]
 PositiveFloat = Annotated[float, BeforeValidator(_finite), Field(gt=0)]
-TokenIds = NaturalInt | Annotated[list[NaturalInt], Field(min_length=1)] | None
+TokenIds = Annotated[int | list[int] | None, PlainValidator(_token_ids)]
 
 
 class Strict(BaseModel):
@@ -137,7 +154,10 @@ def known_keys(model: type[Strict]) -> list[str]:
 
 def shown(value: object) -> str:
     """A value for an error message: ASCII, one line, short."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return "a number too large to print"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -175,11 +195,10 @@ def _translate(exc: ValidationError, where: str) -> ConfigError:
             f"missing {plural} {names}{more}", where=where, fix="m31 assumes no numbers: add it with the model's value"
         )
     first = errors[0]
-    loc = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part == "int"))]
-    if first["type"] == "extra_forbidden":
-        return UnknownKey(str(loc[-1]), where=where, nearest=None)
     message = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"'{_dotted(tuple(loc))}' is {shown(first['input'])}", where=where, expected=_expected(message))
+    return ConfigError(
+        f"'{_dotted(first['loc'])}' is {shown(first['input'])}", where=where, expected=_expected(message)
+    )
 
 
 def _expected(message: str) -> str:
