@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +108,31 @@ def edit_index(folder: Path, **changes: str | None) -> None:
         else:
             index["weight_map"][name] = shard
     path.write_text(json.dumps(index))
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def merge_into_one(folder: Path) -> dict[str, Any]:
+    """Rewrite a folder as a single model.safetensors without index; returns its header."""
+    header: dict[str, Any] = {}
+    data = b""
+    for path in shards(folder):
+        entries, body = read_shard(path)
+        entries.pop("__metadata__", None)
+        for name, entry in entries.items():
+            header[name] = entry | {"data_offsets": [offset + len(data) for offset in entry["data_offsets"]]}
+        data += body
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    write_shard(folder / "model.safetensors", header, data)
+    return header
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any], bytes], bytes]) -> None:
+    """Make the folder single-file and let `change` edit header and data."""
+    merge_into_one(folder)
+    header, data = read_shard(folder / "model.safetensors")
+    data = change(header, data)
+    write_shard(folder / "model.safetensors", header, data)

@@ -13,24 +13,28 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import edit_config, edit_index, read_shard, tensors_of, tiny_config, tiny_folder, write_shard
+from checkpoint_helpers import (
+    edit_config,
+    merge_into_one,
+    read_shard,
+    rewrite,
+    shards,
+    tensors_of,
+    tiny_config,
+    tiny_folder,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m31 import config
-from m31.checkpoint import Checkpoint, check_finite, expected
+from m31.checkpoint import Checkpoint, expected
 from m31.errors import (
     CheckpointError,
     ConfigError,
     DuplicateTensor,
-    IndexMismatch,
     M31Error,
     MissingTensor,
-    NonFiniteWeight,
-    NotACheckpoint,
     TruncatedShard,
     UnexpectedTensor,
-    UnsupportedFeature,
     WrongDtype,
     WrongShape,
 )
@@ -46,34 +50,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def ckpt(template: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(template, tmp_path / "ckpt"))
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def merge_into_one(folder: Path) -> dict[str, Any]:
-    """Rewrite a folder as a single model.safetensors without index; returns its header."""
-    header: dict[str, Any] = {}
-    data = b""
-    for path in shards(folder):
-        entries, body = read_shard(path)
-        entries.pop("__metadata__", None)
-        for name, entry in entries.items():
-            header[name] = entry | {"data_offsets": [offset + len(data) for offset in entry["data_offsets"]]}
-        data += body
-        path.unlink()
-    (folder / INDEX).unlink()
-    write_shard(folder / "model.safetensors", header, data)
-    return header
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any], bytes], bytes]) -> None:
-    """Make the folder single-file and let `change` edit header and data."""
-    merge_into_one(folder)
-    header, data = read_shard(folder / "model.safetensors")
-    data = change(header, data)
-    write_shard(folder / "model.safetensors", header, data)
 
 
 def test_open_touches_no_torch(ckpt: Path) -> None:
@@ -171,176 +147,6 @@ def test_a_file_that_changes_after_opening(ckpt: Path) -> None:
     lazy.path.unlink()
     with pytest.raises(CheckpointError, match="cannot be mapped"):
         lazy.load()
-
-
-# --- folders and indices --------------------------------------------------------------------------------------------
-
-
-def test_not_a_checkpoint(tmp_path: Path, ckpt: Path) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "readme.txt").write_text("hello")
-    partial = tmp_path / "partial"
-    partial.mkdir()
-    (partial / "abc.incomplete").write_bytes(b"")
-    for path, fragment in (
-        (tmp_path / "absent", "does not exist; m31 does not download"),
-        (ckpt / "config.json", "is a file; expected a checkpoint folder; pass the folder around it"),
-        (empty, "is an empty folder"),
-        (other, "has no config.json; expected a checkpoint folder; it holds readme.txt"),
-        (partial, "an unfinished download is there (abc.incomplete): finish it"),
-        (Path("nul\0byte"), "nul"),
-    ):
-        with pytest.raises(NotACheckpoint) as caught:
-            Checkpoint.open(path)
-        assert fragment in str(caught.value)
-
-
-def test_folder_without_weights(ckpt: Path) -> None:
-    (ckpt / INDEX).unlink()
-    with pytest.raises(NotACheckpoint, match=r"has neither .* nor model.safetensors, only model-00001-of"):
-        Checkpoint.open(ckpt)
-    for path in shards(ckpt):
-        path.unlink()
-    with pytest.raises(NotACheckpoint, match=r"has no weights; expected model.safetensors, or"):
-        Checkpoint.open(ckpt)
-    (ckpt / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(NotACheckpoint, match=r"has no weights, only pytorch_model.bin; .*convert it to safetensors"):
-        Checkpoint.open(ckpt)
-
-
-def test_single_file_without_index(ckpt: Path) -> None:
-    reference = tensors_of(ckpt)
-    merge_into_one(ckpt)
-    loaded = tensors_of(ckpt)
-    assert loaded.keys() == reference.keys()
-    assert all(torch.equal(loaded[name], reference[name]) for name in reference)
-
-
-def test_missing_shard_is_named(ckpt: Path) -> None:
-    """BUG-100: an interrupted download must not start with uninitialised weights."""
-    lost = shards(ckpt)[1]
-    lost.unlink()
-    (ckpt / "x.incomplete").write_bytes(b"")
-    with pytest.raises(IndexMismatch) as caught:
-        Checkpoint.open(ckpt)
-    assert f"shards that are absent: {lost.name}; unfinished downloads: x.incomplete" in str(caught.value)
-
-
-def test_truncated_shard_is_named(ckpt: Path) -> None:
-    """BUG-101."""
-    short = shards(ckpt)[1]
-    with short.open("r+b") as handle:
-        handle.truncate(short.stat().st_size - 1)
-    with pytest.raises(TruncatedShard, match=short.name):
-        Checkpoint.open(ckpt)
-
-
-def test_stray_shard_is_ignored_with_a_note(ckpt: Path) -> None:
-    """BUG-103: the index decides, not a glob."""
-    reference = tensors_of(ckpt)
-    shutil.copy(shards(ckpt)[0], ckpt / "zz-4bit.safetensors")
-    (ckpt / "dspark").mkdir()
-    (ckpt / "y.incomplete").write_bytes(b"")
-    notes = Checkpoint.open(ckpt).notes
-    assert notes[0] == "ignored zz-4bit.safetensors: the index does not name them"
-    assert notes[1:] == (
-        "left over from an unfinished download: y.incomplete",
-        "dspark/ holds a draft head, which this version does not load",
-    )
-    assert all(torch.equal(value, reference[name]) for name, value in tensors_of(ckpt).items())
-
-
-def test_unusual_shard_names_load(ckpt: Path) -> None:
-    """BUG-104: whatever the index names is a shard."""
-    reference = tensors_of(ckpt)
-    index = json.loads((ckpt / INDEX).read_text())
-    (ckpt / "deep").mkdir()
-    for number, path in enumerate(shards(ckpt)):
-        new = "deep/weights of layer ä.bin" if number == 0 else f"w_{number}"
-        for name, shard in index["weight_map"].items():
-            if shard == path.name:
-                index["weight_map"][name] = new
-        path.rename(ckpt / new)
-    (ckpt / INDEX).write_text(json.dumps(index))
-    assert all(torch.equal(value, reference[name]) for name, value in tensors_of(ckpt).items())
-
-
-def test_shards_may_be_symbolic_links(ckpt: Path, tmp_path: Path) -> None:
-    """Hub caches link every file to a blob outside the folder."""
-    blobs = tmp_path / "blobs"
-    blobs.mkdir()
-    for path in [*shards(ckpt), ckpt / "config.json", ckpt / INDEX]:
-        path.rename(blobs / path.name)
-        path.symlink_to(blobs / path.name)
-    assert len(tensors_of(ckpt)) > 10
-
-
-@pytest.mark.parametrize("name", ["/etc/passwd", "../x.safetensors", "a/../../x", "..", "", ".", "a\\b", "c:x", "a\0b"])
-def test_shard_names_that_leave_the_folder(ckpt: Path, name: str) -> None:
-    edit_index(ckpt, **{"lm_head.weight": name})
-    with pytest.raises(IndexMismatch, match=r"names the shard .*; expected a file inside the folder"):
-        Checkpoint.open(ckpt)
-
-
-@pytest.mark.parametrize(
-    ("content", "fragment"),
-    [
-        ("{", "is not valid JSON"),
-        ("[]", "holds a list at the top"),
-        ("{}", "has no weight_map"),
-        ('{"weight_map": {}}', "has no weight_map"),
-        ('{"weight_map": []}', "has no weight_map"),
-        ('{"weight_map": {"a": 1}}', "weight_map holds something else than file names"),
-        ('{"weight_map": {"a": "x", "a": "y"}}', "duplicate key 'a'"),
-        ('{"weight_map": {"a": "nowhere"}}', "names 1 of 1 shards that are absent: nowhere"),
-    ],
-)
-def test_malformed_index(ckpt: Path, content: str, fragment: str) -> None:
-    (ckpt / INDEX).write_text(content)
-    with pytest.raises(IndexMismatch) as caught:
-        Checkpoint.open(ckpt)
-    assert fragment in str(caught.value)
-
-
-def test_index_that_lies(ckpt: Path) -> None:
-    original = (ckpt / INDEX).read_text()
-    where = json.loads(original)["weight_map"]["lm_head.weight"]
-    other = next(path.name for path in shards(ckpt) if path.name != where)
-    edit_index(ckpt, **{"lm_head.weight": other})
-    with pytest.raises(IndexMismatch, match=rf"wrong shard: 'lm_head.weight' in {other}, but it is in {where}"):
-        Checkpoint.open(ckpt)
-    (ckpt / INDEX).write_text(original)
-    edit_index(ckpt, **{"lm_head.weight": None})
-    with pytest.raises(IndexMismatch, match=r"omits 1 tensors that its shards hold: lm_head.weight"):
-        Checkpoint.open(ckpt)
-    (ckpt / INDEX).write_text(original)
-    edit_index(ckpt, **{"ghost.weight": where})
-    with pytest.raises(
-        IndexMismatch, match=rf"no shard holds: ghost.weight; expected 'ghost.weight' should be in {where}"
-    ):
-        Checkpoint.open(ckpt)
-
-
-def test_wrong_total_size_is_a_note(ckpt: Path) -> None:
-    index = json.loads((ckpt / INDEX).read_text())
-    index["metadata"]["total_size"] = 5
-    (ckpt / INDEX).write_text(json.dumps(index))
-    assert "the index gives total_size 5, the shards hold" in Checkpoint.open(ckpt).notes[0]
-
-
-def test_same_tensor_in_two_shards(ckpt: Path) -> None:
-    first, second = shards(ckpt)[:2]
-    header, data = read_shard(first)
-    extra, body = read_shard(second)
-    name = next(name for name in header if name != "__metadata__")
-    start, stop = header[name]["data_offsets"]
-    extra[name] = header[name] | {"data_offsets": [len(body), len(body) + stop - start]}
-    write_shard(second, extra, body + data[start:stop])
-    with pytest.raises(DuplicateTensor, match=rf"1 tensors are also in {first.name}: {name}"):
-        Checkpoint.open(ckpt)
 
 
 # --- names, dtypes, shapes ------------------------------------------------------------------------------------------
@@ -524,122 +330,3 @@ def test_any_damage_to_the_index_is_an_m31_error_or_harmless(
     else:
         message = str(checkpoint.folder)
     assert str(folder) in message
-
-
-# --- quantised folders ----------------------------------------------------------------------------------------------
-
-
-QUANTIZED = {
-    "quant_method": "mxfp8",
-    "weight_block_size": [1, 32],
-    "activation_scheme": "dynamic",
-    "moe_quant_algo": "NVFP4",
-    "moe_quant_format": "nvfp4-pack-quantized",
-    "group_size": 16,
-    "ignored_layers": ["model.layers.0.self_attn.v_proj"],
-}
-
-
-def quantized_folder(folder: Path, **changes: tuple[str, list[int]] | None) -> Path:
-    """A quantised tiny folder of zero bytes; `changes` replaces or drops (None) single declarations by name."""
-    mapping = tiny_config(vision=False, torch_dtype="bfloat16", intermediate_size=32) | {
-        "quantization_config": QUANTIZED
-    }
-    entries: dict[str, tuple[str, list[int]] | None] = {
-        name: (decl.dtypes[0], list(decl.shape))
-        for name, decl in expected(config.parse(mapping, where="config.json")).items()
-    }
-    entries.update(changes)
-    widths = {"U8": 1, "F8_E4M3": 1, "F32": 4, "BF16": 2}
-    header: dict[str, Any] = {}
-    position = 0
-    for name, entry in entries.items():
-        if entry is None:
-            continue
-        size = widths[entry[0]]
-        for extent in entry[1]:
-            size *= extent
-        header[name] = {"dtype": entry[0], "shape": entry[1], "data_offsets": [position, position + size]}
-        position += size
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(mapping))
-    write_shard(folder / "model.safetensors", header, bytes(position))
-    return folder
-
-
-def test_quantised_folder_opens_for_inspection_only(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(quantized_folder(tmp_path / "q"))
-    assert checkpoint.tensor("model.layers.0.self_attn.q_proj.weight").stored_dtype == "F8_E4M3"
-    with pytest.raises(UnsupportedFeature) as caught:
-        checkpoint.require_plain()
-    assert "holds mxfp8 linears and nvfp4 experts" in str(caught.value)
-    assert "this version of m31 loads unquantised checkpoints only" in str(caught.value)
-
-
-def test_stored_dtype_decides_whether_index_and_ignored_modules_are_quantised(tmp_path: Path) -> None:
-    """MODEL.md §3.7: decide per tensor by the presence of weight_scale_inv."""
-    changes: dict[str, Any] = {}
-    for module, shape in (("index_q_proj", [32, 32]), ("index_k_proj", [16, 32])):
-        changes[f"model.layers.1.self_attn.{module}.weight"] = ("BF16", shape)
-        changes[f"model.layers.1.self_attn.{module}.weight_scale_inv"] = None
-    changes["model.layers.0.self_attn.v_proj.weight"] = ("BF16", [32, 32])
-    changes["model.layers.0.self_attn.v_proj.weight_scale_inv"] = None
-    checkpoint = Checkpoint.open(quantized_folder(tmp_path / "q", **changes))
-    assert checkpoint.notes == ("3 linear layers are stored unquantised",)
-    assert checkpoint.declared["model.layers.1.self_attn.index_q_proj.weight"].storage == "plain"
-
-
-def test_other_linears_may_not_be_unquantised(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "model.layers.1.self_attn.q_proj.weight": ("BF16", [64, 32]),
-        "model.layers.1.self_attn.q_proj.weight_scale_inv": None,
-    }
-    with pytest.raises(MissingTensor, match=r"model.layers.1.self_attn.q_proj.weight_scale_inv"):
-        Checkpoint.open(quantized_folder(tmp_path / "q", **changes))
-
-
-def test_global_scales_may_be_scalars(tmp_path: Path) -> None:
-    """MODEL.md §10.7: both [1] and a scalar occur."""
-    name = "model.layers.2.block_sparse_moe.experts.0.w1.weight_global_scale"
-    checkpoint = Checkpoint.open(quantized_folder(tmp_path / "q", **{name: ("F32", [])}))
-    assert checkpoint.tensor(name).load().shape == ()
-
-
-# --- non-finite weights ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_weight_is_named_with_its_index(ckpt: Path, value: float) -> None:
-    check_finite(Checkpoint.open(ckpt))
-    name, flat = "model.layers.1.mlp.up_proj.weight", 1234
-
-    def poison(header: dict[str, Any], data: bytes) -> bytes:
-        start = header[name]["data_offsets"][0] + 4 * flat
-        return data[:start] + torch.tensor([value, value]).numpy().tobytes() + data[start + 8 :]
-
-    rewrite(ckpt, poison)
-    with pytest.raises(NonFiniteWeight) as caught:
-        check_finite(Checkpoint.open(ckpt))
-    assert f"'{name}' holds {value} at flat index {flat} of shape [48, 32]" in str(caught.value)
-
-
-def test_non_finite_scan_crosses_chunks(ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m31.checkpoint.scan._CHUNK", 7)
-    test_non_finite_weight_is_named_with_its_index(ckpt, float("nan"))
-
-
-def test_quantised_scales_can_be_non_finite(tmp_path: Path) -> None:
-    folder = quantized_folder(tmp_path / "q")
-    check_finite(Checkpoint.open(folder))
-    for name, code in (
-        ("model.layers.0.self_attn.q_proj.weight_scale_inv", 255),  # E8M0 NaN
-        ("model.layers.0.self_attn.q_proj.weight", 0x7F),  # E4M3 NaN
-    ):
-        path = folder / "model.safetensors"
-        original = path.read_bytes()
-        header, data = read_shard(path)
-        at = header[name]["data_offsets"][0] + 5
-        write_shard(path, header, data[:at] + bytes([code]) + data[at + 1 :])
-        with pytest.raises(NonFiniteWeight, match=rf"'{name}' holds nan at flat index 5"):
-            check_finite(Checkpoint.open(folder))
-        path.write_bytes(original)

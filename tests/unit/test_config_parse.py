@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from config_helpers import WHERE, saved_text
 
 from m31 import config
 from m31.config import saved
 from m31.errors import ConfigError, UnknownKey, UnsupportedFeature
-
-WHERE = "config.json"
 
 
 def parse(mapping: dict[str, Any]) -> config.Model:
@@ -29,51 +24,6 @@ def flash() -> dict[str, Any]:
 def sparse_section(mapping: dict[str, Any]) -> dict[str, Any]:
     section: dict[str, Any] = mapping["text_config"]["sparse_attention_config"]
     return section
-
-
-def saved_text() -> dict[str, Any]:
-    """A text-only config as transformers 5.23 writes it."""
-    return {
-        "architectures": ["MiniMaxM3VLForCausalLM"],
-        "model_type": "minimax_m3_vl_text",
-        "transformers_version": "5.23.0",
-        "dtype": "float32",
-        "use_cache": True,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "router_aux_loss_coef": 0.001,
-        "router_jitter_noise": 0.0,
-        "output_router_logits": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "dense_intermediate_size": 96,
-        "shared_intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rotary_dim": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5},
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 300,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "routed_scaling_factor": 2.0,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
-        "mlp_layer_types": ["dense", "dense", "sparse"],
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "index_block_size": 4,
-        "index_topk_blocks": 3,
-        "index_local_blocks": 1,
-    }
 
 
 def test_published_flash_fields() -> None:
@@ -585,102 +535,3 @@ def test_the_pair_tells_nvfp4_from_mxfp8_and_ignored_names_are_normalised() -> N
     assert quantization.experts == "mxfp8"
     assert quantization.ignored.count("lm_head") == 1
     assert "layers.3.self_attn.index_q_proj" in quantization.ignored
-
-
-# --- fuzz -----------------------------------------------------------------------------------------------------------
-
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(10**30), 10**30),
-    st.integers(-3, 200),
-    st.floats(),
-    st.text(max_size=8),
-    st.lists(st.integers(0, 1), max_size=4),
-    st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
-)
-
-
-def _paths(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [at] if at else []
-    if isinstance(node, dict):
-        for key, value in node.items():
-            found += _paths(value, (*at, key))
-    return found
-
-
-@settings(max_examples=250, deadline=None)
-@given(st.data())
-def test_any_mutation_gives_a_model_or_a_config_error(data: st.DataObject) -> None:
-    """Whatever a damaged config says, the outcome is a valid Model or a ConfigError, never another exception."""
-    mapping = data.draw(
-        st.sampled_from([flash(), config.published("m3"), config.published("m3")["text_config"], saved_text()])
-    )
-    mapping = copy.deepcopy(mapping)
-    for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(_paths(mapping)))
-        part = mapping
-        for key in path[:-1]:
-            part = part[key]
-        action = data.draw(st.sampled_from(["drop", "rename", "change"]))
-        if action == "drop":
-            del part[path[-1]]
-        elif action == "rename":
-            part[data.draw(st.text(max_size=12))] = part.pop(path[-1])
-        else:
-            part[path[-1]] = data.draw(VALUES)
-    try:
-        model = parse(mapping)
-    except ConfigError as error:
-        message = str(error)
-    else:
-        message = WHERE
-        assert len(model.text.attention) == len(model.text.mlp) == model.text.num_layers
-    assert WHERE in message
-    message.encode("utf-8")  # printable: no lone surrogate from the file
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def test_load_from_folder_and_from_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(flash()))
-    assert config.load(tmp_path) == config.load(tmp_path / "config.json") == parse(flash())
-
-
-@pytest.mark.parametrize(
-    ("content", "fragment"),
-    [
-        (b"", "is not valid JSON"),
-        (b'{"a": 1', "is not valid JSON: Expecting ',' delimiter at line 1"),
-        (b"\xef\xbb\xbf{}", "starts with a byte order mark"),
-        (b"[1]", "holds a list at the top; expected a JSON object"),
-        (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
-        (b'{"x": {"b": 1, "b": 1}}', "duplicate key 'b'"),
-        (b'{"a": NaN}', "NaN is not a JSON number"),
-        (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
-        (b'{"a": "\xff"}', "is not UTF-8 (byte 7)"),
-        (b'{"a": ' + b"[" * 200_000, "is nested too deeply"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
-    ],
-)
-def test_unreadable_json(tmp_path: Path, content: bytes, fragment: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        config.load(tmp_path)
-    assert fragment in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
-def test_files_that_are_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        config.load(tmp_path)
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(ConfigError, match="is not a regular file"):
-        config.load(tmp_path)
-    huge = tmp_path / "huge.json"
-    with huge.open("wb") as handle:
-        handle.truncate(17 * 2**20)
-    with pytest.raises(ConfigError, match="is larger than 16,777,216 bytes"):
-        config.load(huge)

@@ -93,8 +93,9 @@ def read_files(folder: Path) -> StoredFiles:
         notes.append(f"left over from an unfinished download: {listed(half)}")
     if (folder / "dspark").is_dir():
         notes.append("dspark/ holds a draft head, which this version does not load")
-    headers = tuple(read_header(folder / shard) for shard in shards)
-    tensors = _merge(headers, weight_map, folder, index_path)
+    paths = {shard: folder / shard for shard in shards}
+    headers = tuple(read_header(path) for path in paths.values())
+    tensors = _merge(headers, weight_map, paths, index_path)
     stored = sum(t.stop - t.start for t in tensors.values())
     if total is not None and total != stored:
         notes.append(f"the index gives total_size {total:,}, the shards hold {stored:,} bytes")
@@ -169,7 +170,7 @@ def _require_shards(folder: Path, shards: list[str], index_path: Path) -> None:
 
 
 def _merge(
-    headers: tuple[Header, ...], weight_map: dict[str, str] | None, folder: Path, index_path: Path
+    headers: tuple[Header, ...], weight_map: dict[str, str] | None, paths: dict[str, Path], index_path: Path
 ) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for header in headers:
@@ -198,7 +199,7 @@ def _merge(
         raise IndexMismatch(
             f"omits {len(unlisted)} tensors that its shards hold: {listed(unlisted)}", where=where, fix="fetch it again"
         )
-    moved = sorted(name for name, shard in weight_map.items() if tensors[name].path != folder / shard)
+    moved = sorted(name for name, shard in weight_map.items() if tensors[name].path is not paths[shard])
     if moved:
         name = moved[0]
         raise IndexMismatch(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
 from m31.checkpoint.folder import read_files, require_folder
-from m31.checkpoint.inventory import TensorDecl, expected
+from m31.checkpoint.inventory import ITEMSIZE, TensorDecl, expected, numel
 from m31.checkpoint.lazy import LazyTensor, MappedFile
-from m31.checkpoint.validation import map_names, validate
+from m31.checkpoint.validation import Placed, map_names, nearest, validate
 from m31.config import Dialect, Model, load
 from m31.errors import MissingTensor, UnsupportedFeature
 
@@ -35,16 +34,16 @@ class Checkpoint:
         folder: Path,
         config: Model,
         dialect: Dialect,
-        tensors: Mapping[str, LazyTensor],
+        placed: Mapping[str, Placed],
         declared: Mapping[str, TensorDecl],
         files: tuple[MappedFile, ...],
         notes: tuple[str, ...],
     ) -> None:
         self.folder, self.config, self.dialect = folder, config, dialect
         self.declared, self.files, self.notes = declared, files, notes
-        self._tensors = tensors
-        self.names = tuple(tensors)
-        self.total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._placed, self._maps = placed, {file.path: file for file in files}
+        self.names = tuple(declared)
+        self.total_bytes = sum(numel(p.shape) * ITEMSIZE[p.stored.dtype] for p in map(placed.__getitem__, declared))
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
@@ -61,24 +60,13 @@ class Checkpoint:
         inventory = expected(config)
         mapped = map_names(stored.tensors, inventory, config)
         declared, notes = validate(mapped, inventory, config, where=str(path))
-        maps = {header.path: MappedFile(header.path, header.file_size) for header in stored.headers}
-        tensors = {
-            name: LazyTensor(
-                name=name,
-                shape=(place := mapped.placed[name]).shape,
-                stored_dtype=place.stored.dtype,
-                offset=place.start,
-                file=maps[place.stored.path],
-            )
-            for name in declared
-        }
         return cls(
             folder=path,
             config=config,
             dialect=mapped.dialect,
-            tensors=tensors,
+            placed=mapped.placed,
             declared=declared,
-            files=tuple(maps.values()),
+            files=tuple(MappedFile(header.path, header.file_size) for header in stored.headers),
             notes=(*stored.notes, *mapped.notes, *notes),
         )
 
@@ -88,15 +76,21 @@ class Checkpoint:
         Raises:
             MissingTensor: there is none.
         """
-        try:
-            return self._tensors[name]
-        except KeyError:
-            near = difflib.get_close_matches(name, self.names[:4000], n=1)
+        place = self._placed.get(name)
+        if place is None:
+            near = nearest(name, self.declared)
             raise MissingTensor(
                 f"has no tensor '{name}'",
                 where=str(self.folder),
-                fix=f"did you mean '{near[0]}'?" if near else "names are canonical: without 'language_model.'",
-            ) from None
+                fix=f"did you mean '{near}'?" if near else "names are canonical: without 'language_model.'",
+            )
+        return LazyTensor(
+            name=name,
+            shape=place.shape,
+            stored_dtype=place.stored.dtype,
+            offset=place.start,
+            file=self._maps[place.stored.path],
+        )
 
     def require_plain(self) -> None:
         """Refuse a quantised checkpoint.

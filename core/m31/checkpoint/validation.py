@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from m31.checkpoint.folder import listed
 from m31.checkpoint.header import StoredTensor, printable
@@ -18,8 +19,7 @@ _SHOWN = 5
 _NEAR_LIMIT = 4000  # names that a nearest-name search may compare; a layer of 128 quantised experts has about 1,560
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A canonical tensor and where it lies."""
 
     stored: StoredTensor
@@ -117,7 +117,7 @@ def _unexpected(
 ) -> UnexpectedTensor:
     described = []
     for name in names[:_SHOWN]:
-        near = _nearest(rename(name), missing) or _nearest(rename(name), declared)
+        near = nearest(rename(name), missing) or nearest(rename(name), declared)
         described.append(f"'{printable(name)}'" + (f" (nearest: '{near}')" if near else ""))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     also = f"; {len(missing)} expected ones are missing: {listed(missing, _SHOWN)}" if missing else ""
@@ -129,7 +129,7 @@ def _unexpected(
     )
 
 
-def _nearest(name: str, candidates: Mapping[str, TensorDecl] | list[str]) -> str | None:
+def nearest(name: str, candidates: Mapping[str, TensorDecl] | list[str]) -> str | None:
     """The closest candidate, looked for in the same layer first because comparing 89,632 names takes seconds."""
     stem = ".".join(name.split(".")[:3])
     pool = [candidate for candidate in candidates if candidate.startswith(stem)] or list(candidates)
