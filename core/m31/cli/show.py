@@ -1,0 +1,35 @@
+"""`m31 backends` and `m31 inspect`: look, compute nothing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from m31.cli.output import Output
+
+
+def command(args: argparse.Namespace, out: Output) -> int:
+    """Run the command; the exit code."""
+    if args.command == "backends":
+        return backends(args, out)
+    return inspect(args, out)
+
+
+def inspect(args: argparse.Namespace, out: Output) -> int:
+    """Describe a checkpoint folder.
+
+    Raises: CheckpointError or ConfigError when the folder cannot be described.
+    """
+    from m31.checkpoint import inspection
+
+    found = inspection.inspect(Path(args.checkpoint), deep=args.deep)
+    if args.json:
+        out.json(found.to_dict(), indent=2)
+    else:
+        out.line(inspection.render(found))
+    return 0
+
+
+def backends(args: argparse.Namespace, out: Output) -> int:
+    """List every installed backend with its verdict."""
+    raise NotImplementedError
