@@ -83,9 +83,7 @@ def test_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert re.fullmatch(
-        r"m31 (\d+\.\d+\.\d+\S*|\(not installed: running from a source tree\))\n", capsys.readouterr().out
-    )
+    assert capsys.readouterr().out == f"m31 {m31.__version__}\n"
 
 
 def test_help_and_version_import_nothing_heavy() -> None:

@@ -30,16 +30,18 @@ def start(options: dict[str, Any], *words: str, **streams: Any) -> subprocess.Po
     return subprocess.Popen(command, preexec_fn=_default_signals, **streams)
 
 
-def read_some(stream: IO[bytes] | None, until: bytes) -> bytes:
+def read_some(stream: IO[bytes] | None, *until: bytes) -> bytes:
+    """Read until the given texts have come, in this order; everything read."""
     assert stream is not None
-    data, deadline = b"", time.monotonic() + LIMIT
-    while until not in data:
-        assert time.monotonic() < deadline, f"no {until!r} in {data!r}"
-        ready, _, _ = select.select([stream], [], [], 0.2)
-        if ready:
-            piece = os.read(stream.fileno(), 65536)
-            assert piece, f"ended after {data!r}"
-            data += piece
+    data, found, deadline = b"", 0, time.monotonic() + LIMIT
+    for text in until:
+        while (at := data.find(text, found)) < 0:
+            assert time.monotonic() < deadline, f"no {text!r} in {data[found:]!r}"
+            if select.select([stream], [], [], 0.2)[0]:
+                piece = os.read(stream.fileno(), 65536)
+                assert piece, f"ended after {data!r}"
+                data += piece
+        found = at + len(text)
     return data
 
 
@@ -188,8 +190,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_not_the_program() -> None:
             terminal.write(b"hi\n")
             read_some(terminal, b"ab ab ")
             process.send_signal(signal.SIGINT)
-            read_some(terminal, b"ended: interrupted")
-            read_some(terminal, b"> ")
+            read_some(terminal, b"ended: interrupted", b"> ")
         process.send_signal(signal.SIGINT)  # at the prompt: clears the line
         read_some(terminal, b"> ")
         terminal.write(b"\x04")

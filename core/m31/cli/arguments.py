@@ -10,7 +10,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, NoReturn
+from typing import Any, NoReturn
 
 from m31.cli.output import Output
 
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         """Every option string that this parser knows."""
         return [flag for action in self._actions for flag in action.option_strings]
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own hides write errors; ours reach `main`, which ends quietly when a pipe is closed.
         if message:
             (Output().text if file is sys.stdout else Output().prompt)(message)
@@ -148,16 +148,12 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 
 
 class _Version(argparse.Action):
-    """Look the version up only when asked: reading distribution metadata costs milliseconds."""
+    """Like argparse's own, but a closed pipe is noticed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
+        import m31
 
-        try:
-            text = version("m31")
-        except PackageNotFoundError:
-            text = "(not installed: running from a source tree)"
-        Output().line(f"m31 {text}")
+        Output().line(f"m31 {m31.__version__}")
         parser.exit(0)
 
 

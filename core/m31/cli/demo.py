@@ -6,8 +6,6 @@ It exists so that every part, from the tokenizer to the sampler, can be tried be
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,24 +76,12 @@ def config(*, layers: int, vocab_size: int, special_ids: dict[str, int]) -> dict
     }
 
 
-def check_arguments(folder: Path, seed: int, layers: int) -> None:
-    """Refuse what would destroy something or make no model.
-
-    Raises: RequestError for a folder that has content, a path that is a file, and numbers out of range.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise RequestError("it is a file", where=str(folder), expected="a folder to create", fix="name another folder")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise RequestError(
-            "the folder is not empty",
-            where=str(folder),
-            expected="a new or empty folder",
-            fix="name another, or remove it",
-        )
+def check_numbers(seed: int, layers: int) -> None:
+    """Refuse numbers that make no model. Raises: RequestError."""
     for flag, value, low, high in (("--seed", seed, 0, 2**63 - 1), ("--layers", layers, 1, 64)):
         if not low <= value <= high:
             raise RequestError(
-                f"{value} is out of range", where=flag, expected=f"{low} to {high}", fix="choose a number in it"
+                f"{value} is out of range", where=flag, expected=f"{low} to {high:,}", fix="choose a number in it"
             )
 
 
@@ -107,32 +93,18 @@ def write(folder: Path, *, seed: int, layers: int) -> None:
         seed: seed of the weights.
         layers: number of layers, 1 to 64.
 
-    Raises: RequestError as `check_arguments`, or when the folder cannot be written.
+    Raises: RequestError for numbers out of range, CheckpointError when the folder has content or cannot be written.
     """
+    import torch
+
     from m31.checkpoint import writer
     from m31.config import parse
     from m31.text import demo
 
-    check_arguments(folder, seed, layers)
+    check_numbers(seed, layers)
     raw = config(layers=layers, vocab_size=VOCAB_SIZE, special_ids=demo.special_ids())
-    tensors = writer.random_tensors(parse(raw, where="demo config"), seed=seed, dtype="bfloat16")
-    # Written beside the target and renamed, so that an interrupted run never leaves half a checkpoint behind.
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        writer.write(
-            partial, raw, tensors, max_shard_bytes=MAX_SHARD_BYTES, extra_files=demo.tokenizer_files(VOCAB_SIZE)
-        )
-        os.replace(partial, folder)
-    except OSError as error:
-        raise RequestError(
-            f"cannot write: {error.strerror}",
-            where=str(folder),
-            expected="a writable folder",
-            fix="name another folder",
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # already gone after the rename
+    tensors = writer.random_tensors(parse(raw, where="demo config"), seed=seed, dtype=torch.bfloat16)
+    writer.write(folder, raw, tensors, max_shard_bytes=MAX_SHARD_BYTES, extra_files=demo.tokenizer_files(VOCAB_SIZE))
 
 
 def command(args: argparse.Namespace, out: Output) -> int:

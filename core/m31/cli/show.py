@@ -31,5 +31,17 @@ def inspect(args: argparse.Namespace, out: Output) -> int:
 
 
 def backends(args: argparse.Namespace, out: Output) -> int:
-    """List every installed backend with its verdict."""
-    raise NotImplementedError
+    """List every installed backend with its verdict; that none can be used is not a failure of the listing.
+
+    Other distributions' backends are imported in child processes, so that a broken one shows here and not during a run.
+
+    Raises: BackendError when one of m31's environment variables is malformed.
+    """
+    from m31 import sdk
+
+    decision, machine = sdk.decide(try_load=True), sdk.this_machine()
+    if args.json:
+        out.json(sdk.backends_dict(decision, machine), indent=2)
+    else:
+        out.line(sdk.render_backends(decision, machine))
+    return 0
