@@ -19,7 +19,7 @@ EXIT_CODES = """exit codes:
   1    m31 refused or failed, and said why
   2    the command line is wrong
   3    no backend can be used, or the chosen one cannot
-  70   a bug of m31 (M31_DEBUG=1 shows the traceback)
+  70   a bug of m31 or of a backend (M31_DEBUG=1 shows the traceback)
   130  interrupted with Ctrl-C
   141  the reader of the output went away"""
 
