@@ -127,7 +127,8 @@ def sampling_module() -> types.ModuleType:
 def patch(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the command line meet `model` during one test."""
     monkeypatch.setitem(sys.modules, "m31.engine.sampling", sampling_module())
-    monkeypatch.setattr(m31, "load", model.load, raising=False)
+    # Into the module's dictionary: `setattr` would first ask for the real, lazily imported one.
+    monkeypatch.setitem(vars(m31), "load", model.load)
     monkeypatch.delenv("M31_DEBUG", raising=False)
 
 

@@ -191,7 +191,12 @@ def test_ctrl_c_in_a_chat_stops_the_answer_not_the_program() -> None:
             read_some(terminal, b"ab ab ")
             process.send_signal(signal.SIGINT)
             read_some(terminal, b"ended: interrupted", b"> ")
-        process.send_signal(signal.SIGINT)  # at the prompt: clears the line
+        # At the prompt Ctrl-C clears the line. The interpreter overlooks one that comes between writing the prompt and
+        # waiting for a key, which no person is quick enough to do; hence several.
+        for _ in range(LIMIT):
+            process.send_signal(signal.SIGINT)
+            if select.select([terminal], [], [], 1.0)[0]:
+                break
         read_some(terminal, b"> ")
         terminal.write(b"\x04")
         assert process.wait(timeout=LIMIT) == 0

@@ -122,9 +122,10 @@ def test_nothing_of_the_workshop_is_left_in_the_repository() -> None:
 
 
 def test_nothing_is_left_to_do() -> None:
-    pattern = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX|NotImplemented" + r"Error)\b")
+    pattern = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
     found = {relative(p): match.group(0) for p in tree(*SOURCES) if (match := pattern.search(text_of(p)))}
     assert found == {}
+    assert [relative(p) for p in python_files("core", "backends") if "NotImplementedError" in text_of(p)] == []
 
 
 def undocumented(source: str, name: str) -> list[str]:
