@@ -65,6 +65,8 @@ class FakeGeneration:
             number += 1
             if number == self._model.fail_after:
                 raise self._model.failure
+            if self._model.announce_steps:
+                print("step", file=sys.stderr, flush=True)
             time.sleep(self._model.step_seconds)
         self.finish_reason = "stop"
 
@@ -89,6 +91,7 @@ class FakeModel:
     endless: bool = False
     prefill_seconds: float = 0.0
     step_seconds: float = 0.0
+    announce_steps: bool = False  # say on standard error that the next token is being computed
     load_seconds: float = 0.0
     fail_after: int | None = None
     failure: BaseException = field(default_factory=lambda: RuntimeError("kernel exploded"))

@@ -93,8 +93,9 @@ def test_ctrl_c_before_the_first_token_does_not_wait_for_it() -> None:
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
-    process = start({"endless": True, "pieces": ["x"], "step_seconds": 3600}, "run", "ckpt", "hi")
-    read_some(process.stdout, b"x")
+    options = {"endless": True, "pieces": ["x"], "step_seconds": 3600, "announce_steps": True}
+    process = start(options, "run", "ckpt", "hi")
+    read_some(process.stderr, b"step")
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert process.poll() is None, "the first one waits for the token in progress"
