@@ -54,6 +54,7 @@ class FakeGeneration:
         self.closed = 0
 
     def events(self) -> Iterator[FakeEvent]:
+        self._model.announce("prefill")
         time.sleep(self._model.prefill_seconds)
         number = 0
         while number < len(self._model.pieces) or self._model.endless:
@@ -65,8 +66,7 @@ class FakeGeneration:
             number += 1
             if number == self._model.fail_after:
                 raise self._model.failure
-            if self._model.announce_steps:
-                print("step", file=sys.stderr, flush=True)
+            self._model.announce("step")
             time.sleep(self._model.step_seconds)
         self.finish_reason = "stop"
 
@@ -91,7 +91,7 @@ class FakeModel:
     endless: bool = False
     prefill_seconds: float = 0.0
     step_seconds: float = 0.0
-    announce_steps: bool = False  # say on standard error that the next token is being computed
+    talkative: bool = False  # say on standard error what is going on, so that a test can interrupt exactly that
     load_seconds: float = 0.0
     fail_after: int | None = None
     failure: BaseException = field(default_factory=lambda: RuntimeError("kernel exploded"))
@@ -103,7 +103,12 @@ class FakeModel:
     conversations: list[list[Mapping[str, Any]]] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
 
+    def announce(self, stage: str) -> None:
+        if self.talkative:
+            print(f"<{stage}>", file=sys.stderr, flush=True)
+
     def load(self, path: Any, **options: Any) -> FakeModel:
+        self.announce("load")
         time.sleep(self.load_seconds)
         self.loads.append((path, options))
         return self
