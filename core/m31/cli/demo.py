@@ -6,6 +6,7 @@ It exists so that every part, from the tokenizer to the sampler, can be tried be
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def write(folder: Path, *, seed: int, layers: int) -> None:
     check_numbers(seed, layers)
     raw = config(layers=layers, vocab_size=VOCAB_SIZE, special_ids=demo.special_ids())
     tensors = writer.random_tensors(parse(raw, where="demo config"), seed=seed, dtype=torch.bfloat16)
-    writer.write(folder, raw, tensors, max_shard_bytes=MAX_SHARD_BYTES, extra_files=demo.tokenizer_files(VOCAB_SIZE))
+    generation = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
+    files = demo.tokenizer_files(VOCAB_SIZE) | {"generation_config.json": json.dumps(generation, indent=2).encode()}
+    writer.write(folder, raw, tensors, max_shard_bytes=MAX_SHARD_BYTES, extra_files=files)
 
 
 def command(args: argparse.Namespace, out: Output) -> int:
