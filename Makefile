@@ -1,0 +1,62 @@
+# The index of this project's habits. `make` alone lists the targets.
+# Needs make, a POSIX shell and Python 3.11 to 3.13; everything else goes into $(VENV).
+# Variables: PYTHON (interpreter for the environment), VENV (its folder), VENV_ARGS (for `python -m venv`, for example
+# --system-site-packages to use a torch that is already installed), PYTEST_ARGS, PROMPT, MAX_TOKENS.
+
+VENV ?= .venv
+PYTEST_ARGS ?=
+PROMPT ?= The Andromeda galaxy is
+MAX_TOKENS ?= 48
+PY := $(VENV)/bin/python
+DEMO := .demo
+
+export PYTHON VENV_ARGS
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check lint types format bench wheel nightly clean distclean env env-dev
+
+help: ## list the targets
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: env ## install m31 and stream tokens from a small checkpoint with random weights
+	@rm -rf $(DEMO)
+	$(VENV)/bin/m31 demo $(DEMO)
+	$(VENV)/bin/m31 run $(DEMO) "$(PROMPT)" --max-tokens $(MAX_TOKENS)
+
+test: env-dev ## set up the tests and run them (the pull-request set)
+	$(PY) -m pytest -m "not nightly" $(PYTEST_ARGS)
+
+check: lint types ## everything that judges the source without running it
+
+lint: env-dev ## ruff: rules and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: env-dev ## mypy, strict
+	$(PY) -m mypy
+
+format: env-dev ## rewrite the source in the house format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: env-dev ## compare the reference backend with transformers on this machine
+	$(PY) benchmarks/reference.py
+
+wheel: env-dev ## build the wheel into dist/
+	$(PY) -m build --no-isolation --wheel --outdir dist
+
+nightly: env-dev ## the whole test suite, slow tests included
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+clean: ## remove what the targets above produced, except the environment
+	rm -rf build dist $(DEMO) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove the environment
+	rm -rf $(VENV)
+
+env:
+	@sh tools/venv.sh $(VENV)
+
+env-dev:
+	@sh tools/venv.sh $(VENV) dev

@@ -1,0 +1,267 @@
+"""What `run` and `chat` share: opening a model, sampling flags, streaming an answer, and saying how it went."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from m31.cli.output import Output
+from m31.errors import RequestError
+
+
+class Stats(Protocol):
+    """Counts and speeds of one generation; seconds and tokens per second."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def prefill_seconds(self) -> float: ...
+    @property
+    def decode_seconds(self) -> float: ...
+    @property
+    def prefill_tokens_per_second(self) -> float | None: ...
+    @property
+    def decode_tokens_per_second(self) -> float | None: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class Event(Protocol):
+    """Text that became certain in one step, and the tokens behind it."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def logprobs(self) -> Any: ...
+
+
+class Generation(Protocol):
+    """A running answer."""
+
+    def events(self) -> Iterable[Event]: ...
+    def close(self) -> None: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def stats(self) -> Stats: ...
+
+
+class Decision(Protocol):
+    """Which backend runs, and why."""
+
+    @property
+    def chosen(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class Model(Protocol):
+    """The part of `m31.load`'s result that the command line uses."""
+
+    @property
+    def decision(self) -> Decision: ...
+    @property
+    def formats(self) -> Mapping[str, str]: ...
+    @property
+    def template(self) -> object | None: ...
+    def generate(self, prompt: str, sampling: Any = None, *, special: bool = True) -> Generation: ...
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
+
+
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "logprobs",
+)
+
+
+def sampling_from(args: argparse.Namespace) -> Any:
+    """The SamplingParams that the flags describe; flags that were not given keep the library's defaults.
+
+    Raises: RequestError when a value is out of range.
+    """
+    from m31.engine.sampling import SamplingParams
+
+    given: dict[str, Any] = {key: getattr(args, key, None) for key in _SAMPLING}
+    if given["stop"] is not None:
+        given["stop"] = tuple(given["stop"])
+    given = {key: value for key, value in given.items() if value is not None}
+    if args.ignore_eos:
+        given["ignore_eos"] = True
+    return SamplingParams(**given)
+
+
+def open_model(args: argparse.Namespace) -> Model:
+    """Load the checkpoint that the flags name, on the backend that they name or that selection chooses.
+
+    Raises: M31Error of whatever stands in the way.
+    """
+    import m31
+
+    model: Model = m31.load(
+        Path(args.checkpoint), backend=args.backend, device=args.device, dtype=args.dtype, max_context=args.max_context
+    )
+    return model
+
+
+def checked_text(text: str, where: str) -> str:
+    """`text` if a model can be given it.
+
+    Raises: RequestError when it is empty or is not valid Unicode (undecodable bytes of the command line).
+    """
+    if not text:
+        raise RequestError("the text is empty", where=where, expected="at least one character", fix="give a prompt")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"character {error.start + 1} is not valid Unicode",
+            where=where,
+            expected="UTF-8",
+            fix="convert the text first",
+        ) from error
+    return text
+
+
+class Interrupts:
+    """Ctrl-C while an answer is streamed.
+
+    The first one asks the loop to stop after the current token, so that the engine is left in order; before the first
+    token, or when pressed again, it stops at once by KeyboardInterrupt. A parent that ignores SIGINT is respected.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.polite = False  # True once stopping between two tokens is possible
+        self._previous: Any = None
+        self._installed = False
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+            self._installed = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        again, self.requested = self.requested, True
+        if again or not self.polite:
+            raise KeyboardInterrupt
+
+
+def stream(generation: Generation, out: Output) -> bool:
+    """Write an answer as it is produced; True if Ctrl-C ended it.
+
+    The generation is closed in every case, also when the reader of the output goes away.
+    """
+    interrupts = Interrupts()
+    try:
+        with interrupts:
+            for event in generation.events():
+                interrupts.polite = True
+                _write_event(event, out)
+                if interrupts.requested:
+                    break
+    except KeyboardInterrupt:
+        interrupts.requested = True
+    finally:
+        generation.close()
+    if not out.json_lines:
+        out.end_line()
+    return interrupts.requested
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can say it: dataclasses become objects, tuples become lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _write_event(event: Event, out: Output) -> None:
+    if not out.json_lines:
+        out.text(event.text)
+        return
+    fields: dict[str, Any] = {"text": event.text, "token_ids": list(event.token_ids)}
+    if event.logprobs is not None:
+        fields["logprobs"] = plain(event.logprobs)
+    out.event("token", **fields)
+
+
+def announce(model: Model, out: Output, prompt_kind: str) -> None:
+    """Name the backend and why, before the first token."""
+    if out.json_lines:
+        decision = {"name": model.decision.chosen, "reason": model.decision.reason}
+        out.event("start", backend=decision, formats=dict(model.formats), prompt=prompt_kind)
+    out.note(f"backend {model.decision.chosen}: {model.decision.reason}; prompt: {prompt_kind}")
+
+
+def stats_fields(stats: Stats) -> dict[str, float | int | None]:
+    """The statistics as JSON fields."""
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "prefill_seconds": stats.prefill_seconds,
+        "decode_seconds": stats.decode_seconds,
+        "prefill_tokens_per_second": stats.prefill_tokens_per_second,
+        "decode_tokens_per_second": stats.decode_tokens_per_second,
+        "seed": stats.seed,
+    }
+
+
+def conclude(model: Model, generation: Generation, out: Output, *, interrupted: bool) -> None:
+    """The last line: counts, speeds, why it ended, backend, formats and seed."""
+    stats = generation.stats
+    reason = "cancelled" if interrupted else generation.finish_reason
+    ended = "interrupted" if interrupted else reason
+    if out.json_lines:
+        out.event(
+            "done",
+            finish_reason=reason,
+            text=generation.text,
+            stats=stats_fields(stats),
+            backend=model.decision.chosen,
+            formats=dict(model.formats),
+        )
+    formats = ", ".join(f"{key} {value}" for key, value in model.formats.items())
+    out.note(
+        f"{stats.prompt_tokens} prompt tokens, {stats.generated_tokens} generated; "
+        f"prefill {_speed(stats.prefill_tokens_per_second)}, decode {_speed(stats.decode_tokens_per_second)}; "
+        f"ended: {ended}; backend {model.decision.chosen}; {formats}; seed {stats.seed}"
+    )
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    if not tokens_per_second:  # nothing was measured: one token has no decode step
+        return "n/a"
+    return f"{tokens_per_second:.1f} tokens/s"

@@ -1,0 +1,100 @@
+"""What is in the wheel, and that nothing needed at run time is missing from it."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import tomllib
+import zipfile
+from email import message_from_string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+from pathspec import GitIgnoreSpec
+
+import m31
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    builder = WheelBuilder(str(ROOT))
+    (artifact,) = builder.build(directory=str(folder), versions=["standard"])
+    return zipfile.ZipFile(artifact)
+
+
+def metadata_file(wheel: zipfile.ZipFile, name: str) -> str:
+    (path,) = [path for path in wheel.namelist() if re.fullmatch(rf"m31-[^/]+\.dist-info/{name}", path)]
+    return wheel.read(path).decode()
+
+
+def test_every_source_file_is_in_the_wheel_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    expected = {
+        path.relative_to((ROOT / package).parent).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
+    }
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == expected
+
+
+def test_data_files_are_there(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    for package in PACKAGES:
+        name = Path(package).name
+        assert f"{name}/py.typed" in names
+        assert f"{name}/__init__.py" in names
+        if name != "m31":
+            assert f"{name}/backend.toml" in names, "without its manifest a backend is not even listed"
+
+
+def test_no_tests_and_no_weights(wheel: zipfile.ZipFile) -> None:
+    assert not [name for name in wheel.namelist() if "test" in name.split("/")[0] or name.endswith(".safetensors")]
+
+
+def test_licence_and_notice(wheel: zipfile.ZipFile) -> None:
+    assert "Apache License" in metadata_file(wheel, "licenses/LICENSE")
+    assert "Weights that you load with m31 carry the licence of their" in metadata_file(wheel, "licenses/NOTICE")
+    assert message_from_string(metadata_file(wheel, "METADATA"))["License-Expression"] == "Apache-2.0"
+
+
+def test_entry_points_lead_to_packages_of_the_wheel(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(metadata_file(wheel, "entry_points.txt"))
+    assert dict(parser["console_scripts"]) == {"m31": "m31.cli.main:main"}
+    backends = dict(parser["m31.backends"])
+    assert set(backends) == {Path(p).name.removeprefix("m31_") for p in PACKAGES if Path(p).name != "m31"}
+    for name, target in backends.items():
+        module, _, attribute = target.partition(":")
+        assert module == f"m31_{name}"
+        assert attribute in wheel.read(f"{module}/__init__.py").decode(), f"{module} does not define {attribute}"
+
+
+def test_version_is_one(wheel: zipfile.ZipFile) -> None:
+    metadata = message_from_string(metadata_file(wheel, "METADATA"))
+    assert metadata["Version"] == PROJECT["project"]["version"] == m31.__version__
+
+
+def test_every_backend_is_known_to_every_tool() -> None:
+    """A new backend adds its root to the wheel, to mypy and to ruff; the three lists agree."""
+    packages = [Path(package).name for package in PACKAGES]
+    roots = [str(Path(package).parent) for package in PACKAGES]
+    assert sorted(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("backends/*/m31_*/")) == sorted(roots[1:])
+    assert PROJECT["tool"]["mypy"]["packages"] == packages
+    assert PROJECT["tool"]["mypy"]["mypy_path"] == roots
+    assert PROJECT["tool"]["ruff"]["src"] == [*roots, "tests"]
+
+
+def test_checkpoints_are_never_ignored() -> None:
+    """hatchling leaves ignored files out of the wheel without a word, so a bundled checkpoint would be missing."""
+    spec = GitIgnoreSpec.from_lines((ROOT / ".gitignore").read_text().splitlines())
+    for name in ("model.safetensors", "model.safetensors.index.json", "backend.toml", "py.typed", "tokenizer.json"):
+        assert not spec.match_file(f"core/m31/data/nano/{name}")
+    assert spec.match_file(".venv/bin/python"), "the check reads the file at all"
