@@ -16,7 +16,7 @@ import m31
 
 @dataclass(frozen=True)
 class FakeDecision:
-    chosen: str = "reference"
+    name: str = "reference"
     reason: str = "the only usable backend"
 
 

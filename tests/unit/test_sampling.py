@@ -39,7 +39,7 @@ def random_logits(rows, vocab, seed=0, scale=3.0):
 
 def test_documented_defaults():
     assert dataclasses.asdict(SamplingParams()) == {
-        "max_tokens": 256,
+        "max_tokens": None,
         "temperature": 1.0,
         "top_p": 0.95,
         "top_k": 0,
@@ -115,6 +115,10 @@ def test_a_missing_seed_is_drawn_once_and_reported():
     assert first.seed is not None
     assert first.seed != second.seed
     assert first.resolved() is first
+    assert first.max_tokens == 256
+    assert params.resolved(room=10).max_tokens == 10
+    assert params.resolved(room=0).max_tokens == 1
+    assert SamplingParams(max_tokens=300).resolved(room=10).max_tokens == 300
     assert SamplingParams(seed=0).resolved().seed == 0
 
 

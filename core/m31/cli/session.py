@@ -64,7 +64,7 @@ class Decision(Protocol):
     """Which backend runs, and why."""
 
     @property
-    def chosen(self) -> str: ...
+    def name(self) -> str | None: ...
     @property
     def reason(self) -> str: ...
 
@@ -221,9 +221,9 @@ def _write_event(event: Event, out: Output) -> None:
 def announce(model: Model, out: Output, prompt_kind: str) -> None:
     """Name the backend and why, before the first token."""
     if out.json_lines:
-        decision = {"name": model.decision.chosen, "reason": model.decision.reason}
+        decision = {"name": model.decision.name, "reason": model.decision.reason}
         out.event("start", backend=decision, formats=dict(model.formats), prompt=prompt_kind)
-    out.note(f"backend {model.decision.chosen}: {model.decision.reason}; prompt: {prompt_kind}")
+    out.note(f"backend {model.decision.name}: {model.decision.reason}; prompt: {prompt_kind}")
 
 
 def stats_fields(stats: Stats) -> dict[str, float | int | None]:
@@ -250,14 +250,14 @@ def conclude(model: Model, generation: Generation, out: Output, *, interrupted: 
             finish_reason=reason,
             text=generation.text,
             stats=stats_fields(stats),
-            backend=model.decision.chosen,
+            backend=model.decision.name,
             formats=dict(model.formats),
         )
     formats = ", ".join(f"{key} {value}" for key, value in model.formats.items())
     out.note(
         f"{stats.prompt_tokens} prompt tokens, {stats.generated_tokens} generated; "
         f"prefill {_speed(stats.prefill_tokens_per_second)}, decode {_speed(stats.decode_tokens_per_second)}; "
-        f"ended: {ended}; backend {model.decision.chosen}; {formats}; seed {stats.seed}"
+        f"ended: {ended}; backend {model.decision.name}; {formats}; seed {stats.seed}"
     )
 
 

@@ -1,0 +1,1 @@
+"""Sequences, scheduling, sampling, and the model that a user holds (DESIGN.md §5)."""

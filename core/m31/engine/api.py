@@ -45,9 +45,7 @@ def load(
         ConfigError, CheckpointError, TokenizerError, TemplateError: the folder is not right.
         MemoryBudgetExceeded: `max_context` does not fit the memory.
     """
-    if max_context is not None and (
-        isinstance(max_context, bool) or not isinstance(max_context, int) or max_context < 1
-    ):
+    if max_context is not None and max_context < 1:
         raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
     decision = sdk.decide(backend)
     name = decision.require().name

@@ -78,7 +78,6 @@ class Generation:
         self._stops = StopStrings(stops)
         self._started = time.perf_counter()
         self._first = self._last = 0.0
-        self._events = self._run()
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -86,11 +85,12 @@ class Generation:
 
     def __iter__(self) -> Iterator[str]:
         """The non-empty pieces of text."""
-        return (event.text for event in self._events if event.text)
+        return (event.text for event in self.events() if event.text)
 
     def events(self) -> Iterator[Event]:
         """One event per token, and a last one with text that was held back, if any. Shares its place with iteration."""
-        return self._events
+        while (event := self._next()) is not None:
+            yield event
 
     def close(self) -> None:
         """Stop now, keep what was produced, free the pages. Closing twice, or after the end, does nothing."""
@@ -105,9 +105,8 @@ class Generation:
         self.close()
 
     def __del__(self) -> None:
-        # An abandoned generation must not keep its pages; __init__ may have raised before it had any.
-        if getattr(self, "_events", None) is not None:
-            self._engine.remove(self._sequence)
+        # An abandoned generation must not keep its pages. No iterator is kept here, so no cycle delays this.
+        self._engine.remove(self._sequence)
 
     @property
     def stats(self) -> Stats:
@@ -120,20 +119,26 @@ class Generation:
             seed=self._sequence.seed,
         )
 
-    def _run(self) -> Iterator[Event]:
+    def _next(self) -> Event | None:
+        """The next event, or None at the end. Whatever ends it early, also Ctrl-C, closes the generation."""
+        if self.finish_reason is not None:
+            return None
         sequence = self._sequence
         try:
-            while self.finish_reason is None:
-                while not sequence.outputs:
-                    self._engine.step()
-                sampled = sequence.outputs.popleft()
-                self._last = time.perf_counter()
-                self._first = self._first or self._last
-                self.token_ids.append(sampled.token_id)
-                last = sequence.done and not sequence.outputs
-                yield self._event(sampled, sequence.reason if last else None)
-        finally:
+            while not sequence.outputs:
+                self._engine.step()
+            sampled = sequence.outputs.popleft()
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+            self.token_ids.append(sampled.token_id)
+            last = sequence.done and not sequence.outputs
+            event = self._event(sampled, sequence.reason if last else None)
+        except BaseException:
             self.close()
+            raise
+        if self.finish_reason is not None:
+            self.close()
+        return event
 
     def _event(self, sampled: Sampled, reason: str | None) -> Event:
         """Turn one token into text; the token that ends the text by its id shows nothing itself."""

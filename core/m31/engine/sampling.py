@@ -109,6 +109,8 @@ class SamplingParams:
         The seed is their own, or one drawn from the system's entropy now. `max_tokens` is their own, or the default,
         cut to `room`, the tokens that the context still holds (None: unlimited).
         """
+        if self.seed is not None and self.max_tokens is not None:
+            return self
         seed = self.seed if self.seed is not None else secrets.randbits(64)
         most = self.max_tokens
         if most is None:

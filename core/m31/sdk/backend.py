@@ -24,8 +24,13 @@ KV_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
 class LazyTensor(Protocol):
     """A logical weight tensor that has not been read yet."""
 
-    name: str
-    shape: tuple[int, ...]
+    @property
+    def name(self) -> str:
+        """Canonical checkpoint name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
 
     def load(self) -> torch.Tensor:
         """The values, mapped from the file where the storage allows it; never written to."""
