@@ -1,12 +1,13 @@
 # The index of this project's habits. `make` alone lists the targets.
 # Needs make, a POSIX shell and Python 3.11 to 3.13; everything else goes into $(VENV).
 # Variables: PYTHON (interpreter for the environment), VENV (its folder), VENV_ARGS (for `python -m venv`, for example
-# --system-site-packages to use a torch that is already installed), PYTEST_ARGS, PROMPT, MAX_TOKENS.
+# --system-site-packages to use a torch that is already installed), PYTEST_ARGS, PROMPT, MAX_TOKENS, BACKEND.
 
 VENV ?= .venv
 PYTEST_ARGS ?=
 PROMPT ?= The Andromeda galaxy is
 MAX_TOKENS ?= 48
+BACKEND ?= auto
 PY := $(VENV)/bin/python
 DEMO := .demo
 
@@ -21,7 +22,7 @@ help: ## list the targets
 run: env ## install m31 and stream tokens from a small checkpoint with random weights
 	@rm -rf $(DEMO)
 	$(VENV)/bin/m31 demo $(DEMO)
-	$(VENV)/bin/m31 run $(DEMO) "$(PROMPT)" --max-tokens $(MAX_TOKENS)
+	$(VENV)/bin/m31 run $(DEMO) "$(PROMPT)" --max-tokens $(MAX_TOKENS) --backend $(BACKEND)
 
 test: env-dev ## set up the tests and run them (the pull-request set)
 	$(PY) -m pytest -m "not nightly" $(PYTEST_ARGS)

@@ -20,6 +20,7 @@ from m31.ops import Attrs
 Outs = Sequence[Any]
 Ins = Sequence[Any]
 TILE = 128  # query positions; tiles start at multiples of it, so that a tile's own block is its only partial one
+_SKINNY = 16  # rows of queries and index heads
 _FEW = 8  # queries of a sequence below which each is attended alone: decode and short verifies
 
 
@@ -55,10 +56,12 @@ def _block_scores(attrs: Attrs) -> RunKernel:
         for s, lo, hi, first, last in _spans(cu_q, positions, TILE):
             blocks = last // page + 1
             keys = _take(index, table[s][:blocks]).reshape(blocks * page, -1).to(q_ThD.dtype)
-            q = q_ThD[lo:hi]
-            score = (q.reshape(-1, q.shape[-1]) @ keys.t()).view(*q.shape[:2], blocks * page)
+            q = q_ThD[lo:hi].flatten(0, 1)
+            # The tall matrix goes first where the other is a few rows: 2.6 times as fast for one query.
+            product = (keys @ q.t()).t() if len(q) < _SKINNY else q @ keys.t()
+            score = product.reshape(hi - lo, -1, blocks * page)
             # From the first query's position on, a key may lie after the query, or was never written at all.
-            column = torch.arange(first + 1, blocks * page, device=q.device)
+            column = torch.arange(first + 1, blocks * page, device=keys.device)
             hidden = column > positions[lo:hi, None]
             score[:, :, first + 1 :].masked_fill_(hidden[:, None], -torch.inf)
             best = score.unflatten(2, (blocks, page)).amax(-1)
@@ -100,28 +103,30 @@ def _sparse_attention(attrs: Attrs) -> RunKernel:
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
         q_ThD, cache, blocks_ThK, positions, cu_q, _, page_table = ins
         k, v, page = cache.k[layer], cache.v[layer], cache.page_tokens
-        o = outs[0]
+        o_ThN = outs[0].unflatten(1, (kv_heads, -1))
         bounds = cu_q.tolist()
         for s, lo, hi, first, last in _spans(cu_q, positions, TILE):
             table = page_table[s]
             if bounds[s + 1] - bounds[s] < _FEW:
                 for t in range(lo, hi):
-                    own = first + t - lo
-                    o[t] = _one_query(q_ThD[t], k, v, blocks_ThK[t], table, own, page, kv_heads, scale).flatten()
+                    o_ThN[t] = _one_query(q_ThD[t], k, v, blocks_ThK[t], table, first + t - lo, scale)
                 continue
-            position = positions[lo:hi]
             visible = last // page + 1
+            causal = torch.arange(visible * page, device=k.device) <= positions[lo:hi, None]
+            everything: Tensor | None = None  # the mask of heads whose queries all selected all blocks
             for h in range(kv_heads):
                 keep = _selected(blocks_ThK[lo:hi, h], visible)
                 union = keep.any(0).nonzero().flatten()
                 ids = table[union].tolist()
                 # Blocks ascend, so only the last one can reach past the last query; what lies there is not written.
                 valid = len(ids) * page - max(0, (int(union[-1]) + 1) * page - last - 1)
-                allowed = _allowed(keep[:, union], union, position, page, valid)
-                out = _attend(
-                    q_ThD[lo:hi], _take(k[:, h], ids), _take(v[:, h], ids), h, kv_heads, valid, allowed, scale
-                )
-                o[lo:hi].unflatten(1, (kv_heads, -1))[:, h] = out
+                if bool(keep.all()):
+                    everything = _additive(causal[:, :valid], q_ThD.dtype) if everything is None else everything
+                    mask = everything
+                else:
+                    mask = _additive(_allowed(keep, causal, union, page, valid), q_ThD.dtype)
+                pages = _take(k[:, h], ids), _take(v[:, h], ids)
+                o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, valid, mask, scale)
 
     return run
 
@@ -133,10 +138,15 @@ def _selected(blocks_nK: Tensor, visible: int) -> Tensor:
     return keep[:, :visible]
 
 
-def _allowed(keep: Tensor, union: Tensor, position: Tensor, page: int, valid: int) -> Tensor:
-    """[n, valid] bool: selected and not after the query."""
-    column = (union[:, None] * page + torch.arange(page, device=union.device)).flatten()[:valid]
-    return keep.repeat_interleave(page, 1)[:, :valid] & (column <= position[:, None])
+def _allowed(keep: Tensor, causal: Tensor, union: Tensor, page: int, valid: int) -> Tensor:
+    """[n, valid] bool over the tokens of the blocks in `union`: block selected, token not after the query."""
+    allowed = causal.view(len(causal), -1, page) & keep[:, :, None]
+    return allowed[:, union].flatten(1)[:, :valid]
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where allowed, -inf elsewhere: built once here, where a bool mask would be converted for every head."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
 
 
 def _attend(
@@ -146,7 +156,7 @@ def _attend(
     head: int,
     kv_heads: int,
     valid: int,
-    allowed: Tensor,
+    mask: Tensor,
     scale: float,
 ) -> Tensor:
     """Query heads of KV head `head` over `valid` tokens of pages k, v [pages, page, D]; returns [n, heads * D]."""
@@ -154,50 +164,37 @@ def _attend(
     q = q_nhD[:, head * group : (head + 1) * group].transpose(0, 1)
     k = k.reshape(-1, k.shape[-1])[:valid].to(q.dtype).expand(group, -1, -1)
     v = v.reshape(-1, v.shape[-1])[:valid].to(q.dtype).expand(group, -1, -1)
-    o = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=allowed[None, None], scale=scale)
+    o = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None, None], scale=scale)
     return o[0].transpose(0, 1).flatten(1)
 
 
 def _one_query(
-    q_hD: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks_hK: Tensor,
-    table: Tensor,
-    position: int,
-    page: int,
-    kv_heads: int,
-    scale: float,
+    q_hD: Tensor, k: Tensor, v: Tensor, blocks_hK: Tensor, table: Tensor, position: int, scale: float
 ) -> Tensor:
-    """One query over its own blocks, all KV heads at once where they have equally many."""
+    """One query over its own blocks; k, v [pages, kv_heads, page, D]. Returns [kv_heads, group * D].
+
+    KV heads that selected equally many blocks, up to the same last one, are one batch; that is all of them unless
+    scores were NaN or no local block is forced.
+    """
+    kv_heads, page = k.shape[1], k.shape[2]
     counts = (blocks_hK >= 0).sum(-1).tolist()
-    own = position // page
-    count = counts[0]
-    last = blocks_hK[:, count - 1].tolist()
-    if any(n != count for n in counts) or any(b != last[0] for b in last):
-        group = q_hD.shape[0] // kv_heads
-        parts = [
-            _one_query(
-                q_hD[h * group : (h + 1) * group],
-                k[:, h : h + 1],
-                v[:, h : h + 1],
-                blocks_hK[h : h + 1],
-                table,
-                position,
-                page,
-                1,
-                scale,
-            )
-            for h in range(kv_heads)
-        ]
-        return torch.cat(parts)
-    valid = count * page - (page - 1 - position % page if last[0] == own else 0)
-    heads = torch.arange(kv_heads, device=k.device)[:, None]
-    pages = table[blocks_hK[:, :count]]
-    keys = k[pages, heads].flatten(1, 2)[:, :valid].to(q_hD.dtype)
-    values = v[pages, heads].flatten(1, 2)[:, :valid].to(q_hD.dtype)
-    logits = torch.bmm(q_hD.view(kv_heads, -1, q_hD.shape[-1]), keys.transpose(1, 2)) * scale
-    return torch.bmm(torch.softmax(logits, -1), values).view(q_hD.shape)
+    lasts = [int(blocks_hK[h, n - 1]) for h, n in enumerate(counts)]
+    out = torch.empty(kv_heads, q_hD.numel() // kv_heads, dtype=q_hD.dtype, device=q_hD.device)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for h, key in enumerate(zip(counts, lasts, strict=True)):
+        alike.setdefault(key, []).append(h)
+    for (count, last), members in alike.items():
+        valid = count * page - max(0, (last + 1) * page - position - 1)
+        heads = torch.tensor(members, device=k.device)
+        rows = (table[blocks_hK[heads, :count]] * kv_heads + heads[:, None]).flatten()
+        keys, values = (
+            x.flatten(0, 1).index_select(0, rows).view(len(members), count * page, -1)[:, :valid].to(q_hD.dtype)
+            for x in (k, v)
+        )
+        q = q_hD.reshape(kv_heads, -1, q_hD.shape[-1])[heads]
+        logits = torch.bmm(q, keys.transpose(1, 2)) * scale
+        out[heads] = torch.bmm(torch.softmax(logits, -1), values).flatten(1)
+    return out
 
 
 def _dense_attention(attrs: Attrs) -> RunKernel:
@@ -206,15 +203,13 @@ def _dense_attention(attrs: Attrs) -> RunKernel:
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
         q_ThD, cache, positions, cu_q, _, page_table = ins
         k, v, page = cache.k[layer], cache.v[layer], cache.page_tokens
-        table = page_table.tolist()
+        table, o_ThN = page_table.tolist(), outs[0].unflatten(1, (kv_heads, -1))
         for s, lo, hi, _, last in _spans(cu_q, positions, TILE):
             ids = table[s][: last // page + 1]
-            allowed = torch.arange(last + 1, device=q_ThD.device) <= positions[lo:hi, None]
+            mask = _additive(torch.arange(last + 1, device=q_ThD.device) <= positions[lo:hi, None], q_ThD.dtype)
             for h in range(kv_heads):
-                out = _attend(
-                    q_ThD[lo:hi], _take(k[:, h], ids), _take(v[:, h], ids), h, kv_heads, last + 1, allowed, scale
-                )
-                outs[0][lo:hi].unflatten(1, (kv_heads, -1))[:, h] = out
+                pages = _take(k[:, h], ids), _take(v[:, h], ids)
+                o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, last + 1, mask, scale)
 
     return run
 

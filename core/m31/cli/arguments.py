@@ -78,6 +78,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="DEVICE", help="device of the backend (default: the backend decides)")
     group.add_argument("--dtype", metavar="DTYPE", default="float32", help="compute type (default: %(default)s)")
     group.add_argument(
+        "--kv-dtype", metavar="DTYPE", help="format of KV pages and index keys (default: the compute type)"
+    )
+    group.add_argument(
         "--max-context", metavar="N", type=_int, help="tokens of context to reserve (default: what fits)"
     )
 

@@ -120,7 +120,12 @@ def open_model(args: argparse.Namespace) -> Model:
     import m31
 
     model: Model = m31.load(
-        Path(args.checkpoint), backend=args.backend, device=args.device, dtype=args.dtype, max_context=args.max_context
+        Path(args.checkpoint),
+        backend=args.backend,
+        device=args.device,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        max_context=args.max_context,
     )
     return model
 

@@ -136,8 +136,6 @@ class Generation:
         except BaseException:
             self.close()
             raise
-        if self.finish_reason is not None:
-            self.close()
         return event
 
     def _event(self, sampled: Sampled, reason: str | None) -> Event:
@@ -155,6 +153,8 @@ class Generation:
             piece += self._stops.flush()
         self.text += piece
         self.finish_reason = reason
+        if reason is not None:
+            self._engine.remove(self._sequence)
         logprobs = () if sampled.logprob is None else (sampled,)
         return Event(piece, (sampled.token_id,), logprobs)
 
