@@ -7,7 +7,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 PROMPT ?= The Andromeda galaxy is
 MAX_TOKENS ?= 48
-BACKEND ?= auto
+BACKEND ?=
 PY := $(VENV)/bin/python
 DEMO := .demo
 
@@ -22,7 +22,7 @@ help: ## list the targets
 run: env ## install m31 and stream tokens from a small checkpoint with random weights
 	@rm -rf $(DEMO)
 	$(VENV)/bin/m31 demo $(DEMO)
-	$(VENV)/bin/m31 run $(DEMO) "$(PROMPT)" --max-tokens $(MAX_TOKENS) --backend $(BACKEND)
+	$(VENV)/bin/m31 run $(DEMO) "$(PROMPT)" --max-tokens $(MAX_TOKENS) $(if $(BACKEND),--backend $(BACKEND))
 
 test: env-dev ## set up the tests and run them (the pull-request set)
 	$(PY) -m pytest -m "not nightly" $(PYTEST_ARGS)
