@@ -190,6 +190,20 @@ def test_max_context_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         m31.load(folder, backend="reference")
 
 
+def test_a_backend_s_own_cap_is_enforced_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hopper's 262,144 will be: exactly the limit is accepted, one token more is not."""
+    from dataclasses import replace
+
+    from m31_reference.session import ReferenceSession
+
+    real = ReferenceSession.limits
+    monkeypatch.setattr(ReferenceSession, "limits", lambda self, model: replace(real(self, model), max_context=257))
+    model = m31.load(folder, backend="reference")
+    assert model.logits([5] * 257).shape[0] == 257
+    with pytest.raises(ContextLimitExceeded, match="backend reference serves at most 257 tokens, asked for 258"):
+        model.logits([5] * 258)
+
+
 @pytest.mark.parametrize("name", ["self_attn.index_k_proj.weight", "block_sparse_moe.experts.5.w2.weight"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_named(folder: Path, tmp_path: Path, name: str, value: float) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from m31.sdk.version import API_VERSION
 
 if TYPE_CHECKING:
+    from m31.sdk.awaiting import AwaitingKernels
     from m31.sdk.backend import Backend, KVCache, KVLayout, KVSpec, LazyTensor, Limits, Session
     from m31.sdk.choosing import decide, open_backend, refresh, this_machine, use
     from m31.sdk.discovery import Candidate, Policy, discover
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from m31.sdk.selection import Decision, Refusal, Verdict, select
 
 _HOMES = {
+    "awaiting": ("AwaitingKernels",),
     "backend": ("Backend", "KVCache", "KVLayout", "KVSpec", "LazyTensor", "Limits", "Session"),
     "choosing": ("decide", "open_backend", "refresh", "this_machine", "use"),
     "discovery": ("Candidate", "Policy", "discover"),
@@ -37,6 +39,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "API_VERSION",
+    "AwaitingKernels",
     "Backend",
     "KVCache",
     "KVLayout",
