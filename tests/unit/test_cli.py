@@ -129,7 +129,7 @@ def test_run_streams_the_answer(fake: FakeModel, capsys: pytest.CaptureFixture[s
 def test_flags_reach_the_library(fake: FakeModel) -> None:
     words = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 3 --stop A --stop B"
     words += " --repetition-penalty 1.1 --presence-penalty 0.2 --ignore-eos"
-    words += " --backend reference --device cpu --dtype float64 --max-context 512"
+    words += " --backend reference --device cpu --dtype float64 --kv-dtype bfloat16 --max-context 512"
     assert main(["run", *words.split(), "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {
         "max_tokens": 5,
@@ -143,14 +143,26 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
         "presence_penalty": 0.2,
         "ignore_eos": True,
     }
-    options = {"backend": "reference", "device": "cpu", "dtype": "float64", "max_context": 512}
+    options = {
+        "backend": "reference",
+        "device": "cpu",
+        "dtype": "float64",
+        "kv_dtype": "bfloat16",
+        "max_context": 512,
+    }
     assert fake.loads == [(Path("ckpt"), options)]
 
 
 def test_flags_not_given_keep_the_librarys_defaults(fake: FakeModel) -> None:
     assert main(["run", "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {}
-    assert fake.loads[0][1] == {"backend": None, "device": None, "dtype": "float32", "max_context": None}
+    assert fake.loads[0][1] == {
+        "backend": None,
+        "device": None,
+        "dtype": "float32",
+        "kv_dtype": None,
+        "max_context": None,
+    }
 
 
 def test_raw_bypasses_the_template(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:

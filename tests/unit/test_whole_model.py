@@ -30,7 +30,7 @@ def logits(engine: Engine, ids: list[int]) -> torch.Tensor:
     engine.add(sequence)
     while not sequence.done:
         engine.step()
-    return torch.cat(list(sequence.rows))
+    return sequence.logits()
 
 
 def greedy(engine: Engine, prompts: list[list[int]], n: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ def greedy(engine: Engine, prompts: list[list[int]], n: int) -> list[list[int]]:
         engine.add(s)
     while engine.busy:
         engine.step()
-    return [s.tokens[len(s.prompt) :] for s in sequences]
+    return [[t.token_id for t in s.sampled] for s in sequences]
 
 
 @pytest.mark.parametrize("name", SHAPES)

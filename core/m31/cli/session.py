@@ -186,11 +186,13 @@ def stream(generation: Generation, out: Output) -> bool:
     The generation is closed in every case, also when the reader of the output goes away.
     """
     interrupts = Interrupts()
+    written = 0
     try:
         with interrupts:
             for event in generation.events():
                 interrupts.polite = True
                 _write_event(event, out)
+                written += len(event.text)
                 if interrupts.requested:
                     break
     except KeyboardInterrupt:
@@ -198,6 +200,8 @@ def stream(generation: Generation, out: Output) -> bool:
     finally:
         generation.close()
     if not out.json_lines:
+        # What was held back, because it could have become a stop string, was produced too.
+        out.text(generation.text[written:])
         out.end_line()
     return interrupts.requested
 
@@ -218,7 +222,7 @@ def _write_event(event: Event, out: Output) -> None:
         out.text(event.text)
         return
     fields: dict[str, Any] = {"text": event.text, "token_ids": list(event.token_ids)}
-    if event.logprobs is not None:
+    if event.logprobs:
         fields["logprobs"] = plain(event.logprobs)
     out.event("token", **fields)
 

@@ -26,7 +26,6 @@ INIT_BLOCKS = 0  # its indexer has no initial blocks at all, MODEL.md §1.2
 SWIGLU_BETA = 1.0  # written into its activation as `up + 1`
 SHARED_EXPERTS = 1  # its MoE block builds exactly one
 SEGMENT_MAX_FRAMES = 4  # its video processor emits grids of at most 4 temporal patches, MODEL.md §6.2
-ROUTING = "sigmoid scores with a selection bias"  # likewise fixed in code
 
 
 class SavedText(TextGeneric):

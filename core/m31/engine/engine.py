@@ -28,13 +28,17 @@ _MIN_PAGES = 16  # smallest page-table width of a plan
 class Sequence:
     """One sequence in the engine. With `params` None it generates nothing: the caller wants the logits of its tokens.
 
+    What a step produces is added by one append, so an interrupt at any moment leaves a sequence that can go on.
+
     Attributes:
+        params: resolved parameters (`max_tokens` and seed are set), or None.
         request: tells apart sequences of one seed, see RowState.
-        tokens: prompt and generated tokens.
-        computed: how many of them are in the cache.
-        outputs: sampled tokens that the owner has not taken yet.
-        rows: float32 logits [n,V] of consecutive positions, when `params` is None.
-        done: no more tokens will come.
+        stop_ids: tokens that end the text.
+        computed: how many of its tokens are in the cache.
+        sampled: the generated tokens; the owner reads them from where it last stopped.
+        rows: float32 logits [n,V] by the position of their first row, when `params` is None.
+        reason: "stop" or "length" once no more tokens will come.
+        error: why the sequence ended, if it failed; raised to its owner and to nobody else.
     """
 
     prompt: tuple[int, ...]
@@ -42,18 +46,32 @@ class Sequence:
     seed: int
     request: int
     stop_ids: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
     computed: int = 0
     pages: list[int] = field(default_factory=list)
-    outputs: deque[Sampled] = field(default_factory=deque)
-    rows: deque[torch.Tensor] = field(default_factory=deque)
+    sampled: list[Sampled] = field(default_factory=list)
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
     done: bool = False
-    reason: str | None = None  # "stop" | "length"
+    reason: str | None = None
+    error: M31Error | None = None
 
     @property
-    def capacity(self) -> int:
-        """Tokens that the sequence may ever hold in the cache. The last sampled token is never run."""
-        return len(self.prompt) + self.max_new - (1 if self.max_new else 0)
+    def length(self) -> int:
+        """Tokens that are known: prompt and generated."""
+        return len(self.prompt) + len(self.sampled)
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are known and not computed."""
+        return self.length - self.computed
+
+    def ids(self, start: int, end: int) -> list[int]:
+        """Tokens at positions start .. end - 1."""
+        n = len(self.prompt)
+        return [*self.prompt[start:end], *(s.token_id for s in self.sampled[max(0, start - n) : max(0, end - n)])]
+
+    def logits(self) -> torch.Tensor:
+        """All rows so far, in order of position."""
+        return torch.cat([self.rows[start] for start in sorted(self.rows)])
 
     @property
     def max_new(self) -> int:
@@ -64,9 +82,9 @@ class Sequence:
         return self.params.max_tokens
 
     @property
-    def pending(self) -> int:
-        """Tokens that are known and not computed."""
-        return len(self.tokens) - self.computed
+    def capacity(self) -> int:
+        """Tokens that the sequence may ever hold in the cache. The last sampled token is never run."""
+        return len(self.prompt) + max(0, self.max_new - 1)
 
 
 class Engine:
@@ -107,7 +125,6 @@ class Engine:
                 where="engine",
                 expected=f"at most the pool's {self.pool.pages:,}",
             )
-        sequence.tokens = list(sequence.prompt)
         self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -126,7 +143,7 @@ class Engine:
         return bool(self._waiting or self._running)
 
     def step(self) -> None:
-        """One forward step. If it raises, no sequence has moved and the step can be repeated."""
+        """One forward step. If it raises, or is interrupted, every sequence can still go on."""
         self._admit()
         work = self._schedule()
         if not work:
@@ -134,16 +151,15 @@ class Engine:
                 "no sequence can run", where="engine", fix="report this: an admitted sequence must always run"
             )
         logits, owners = self._forward(work)
-        sampled = iter(self._sample(logits, owners))
+        results = [self._result(sequence, logits[row]) for sequence, row in owners]
+        for (sequence, _), result in zip(owners, results, strict=True):
+            self._deliver(sequence, result)
+        # Last: a sequence that lags behind what it was given computes the same again, one that ran ahead would wait
+        # for a token that never comes.
         for sequence, count in work:
             sequence.computed += count
-        for sequence, row in owners:
-            if sequence.params is None:
-                sequence.rows.append(logits[row].float().clone())
-                if not sequence.pending:
-                    self._finish(sequence, "length")
-            else:
-                self._append(sequence, next(sampled))
+            if sequence.params is None and not sequence.pending:
+                self._finish(sequence, "length")
 
     def _pages_for(self, sequence: Sequence) -> int:
         return -(-sequence.capacity // self.page_tokens)
@@ -176,7 +192,7 @@ class Engine:
         for s, count in work:
             start, end = s.computed, s.computed + count
             first_row = len(tokens)
-            tokens += s.tokens[start:end]
+            tokens += s.ids(start, end)
             positions += range(start, end)
             slots += [
                 s.pages[p // self.page_tokens] * self.page_tokens + p % self.page_tokens for p in range(start, end)
@@ -187,7 +203,7 @@ class Engine:
                 if s.params is None
                 else range(first_row + count - 1, first_row + count)
             )
-            if s.params is None or end == len(s.tokens):
+            if s.params is None or end == s.length:
                 owners.append((s, slice(len(out_rows), len(out_rows) + len(wanted))))
                 out_rows += wanted
         q_lens = [count for _, count in work]
@@ -222,31 +238,35 @@ class Engine:
         self._plans.move_to_end(step)
         return self._plans[step]
 
-    def _sample(self, logits: torch.Tensor, owners: list[tuple[Sequence, slice]]) -> list[Sampled]:
-        rows = [(s, row) for s, row in owners if s.params is not None]
-        if not rows:
-            return []
-        states = [
-            RowState(
-                params=s.params,
-                seed=s.seed,
-                request=s.request,
-                position=len(s.tokens),
-                prompt_ids=s.prompt,
-                output_ids=s.tokens[len(s.prompt) :],
-            )
-            for s, _ in rows
-            if s.params is not None
-        ]
-        return sample(torch.cat([logits[row] for _, row in rows]).float(), states)
+    def _result(self, sequence: Sequence, logits: torch.Tensor) -> Sampled | torch.Tensor | M31Error:
+        """What the logits mean for their sequence; a fault of one sequence is its own (BUG-70)."""
+        if sequence.params is None:
+            return logits.float().clone()
+        state = RowState(
+            params=sequence.params,
+            seed=sequence.seed,
+            request=sequence.request,
+            position=sequence.length,
+            prompt_ids=sequence.prompt,
+            output_ids=[s.token_id for s in sequence.sampled] if sequence.params.penalised else (),
+        )
+        try:
+            return sample(logits.float(), [state])[0]
+        except M31Error as error:
+            return error
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
-        sequence.tokens.append(sampled.token_id)
-        sequence.outputs.append(sampled)
-        if sampled.token_id in sequence.stop_ids:
-            self._finish(sequence, "stop")
-        elif len(sequence.tokens) - len(sequence.prompt) >= sequence.max_new:
-            self._finish(sequence, "length")
+    def _deliver(self, sequence: Sequence, result: Sampled | torch.Tensor | M31Error) -> None:
+        if isinstance(result, M31Error):
+            sequence.error = result
+            self.remove(sequence)
+        elif isinstance(result, torch.Tensor):
+            sequence.rows[sequence.computed] = result
+        else:
+            sequence.sampled.append(result)
+            if result.token_id in sequence.stop_ids:
+                self._finish(sequence, "stop")
+            elif len(sequence.sampled) >= sequence.max_new:
+                self._finish(sequence, "length")
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.reason = reason

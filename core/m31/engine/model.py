@@ -88,7 +88,7 @@ class Generation:
         return (event.text for event in self.events() if event.text)
 
     def events(self) -> Iterator[Event]:
-        """One event per token, and a last one with text that was held back, if any. Shares its place with iteration."""
+        """One event per token; shares its place with iteration. `close` adds text that was held back to `text` only."""
         while (event := self._next()) is not None:
             yield event
 
@@ -96,7 +96,14 @@ class Generation:
         """Stop now, keep what was produced, free the pages. Closing twice, or after the end, does nothing."""
         if self.finish_reason is None:
             self.finish_reason = "cancelled"
+            self.text += self._held()
         self._engine.remove(self._sequence)
+
+    def _held(self) -> str:
+        """Text that was held back because it might have become a character or a stop string."""
+        held = self._detokenizer.flush() if self._detokenizer is not None else ""
+        held, stopped = self._stops.push(held)
+        return held if stopped is not None else held + self._stops.flush()
 
     def __enter__(self) -> Generation:
         return self
@@ -123,20 +130,21 @@ class Generation:
         """The next event, or None at the end. Whatever ends it early, also Ctrl-C, closes the generation."""
         if self.finish_reason is not None:
             return None
-        sequence = self._sequence
+        sequence, at = self._sequence, len(self.token_ids)
         try:
-            while not sequence.outputs:
+            while len(sequence.sampled) == at:
+                if sequence.error is not None:
+                    raise sequence.error
                 self._engine.step()
-            sampled = sequence.outputs.popleft()
-            self._last = time.perf_counter()
-            self._first = self._first or self._last
-            self.token_ids.append(sampled.token_id)
-            last = sequence.done and not sequence.outputs
-            event = self._event(sampled, sequence.reason if last else None)
         except BaseException:
             self.close()
             raise
-        return event
+        sampled = sequence.sampled[at]
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+        self.token_ids.append(sampled.token_id)
+        last = sequence.done and len(sequence.sampled) == at + 1 and sequence.error is None
+        return self._event(sampled, sequence.reason if last else None)
 
     def _event(self, sampled: Sampled, reason: str | None) -> Event:
         """Turn one token into text; the token that ends the text by its id shows nothing itself."""
@@ -246,7 +254,7 @@ class Model:
                 self.engine.step()
         finally:
             self.engine.remove(sequence)
-        return torch.cat(list(sequence.rows)).cpu()
+        return sequence.logits().cpu()
 
     def encode(self, prompt: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
         """Token ids of a prompt, checked."""
@@ -278,7 +286,22 @@ class Model:
         """The prompt text of a conversation, by the checkpoint's own template."""
         if self.template is None:
             raise TemplateError("this checkpoint has no chat template", fix="give a raw prompt")
+        self._refuse_special(messages)
         return self.template.render(messages, tools=tools, **variables)
+
+    def _refuse_special(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """The rendered prompt is encoded with its special strings; one in a message would end it and forge the next."""
+        special = self.tokenizer.special_tokens if self.tokenizer is not None else ()
+        for at, message in enumerate(messages):
+            for text in _strings(message):
+                found = next((string for string in special if string in text), None)
+                if found is not None:
+                    raise RequestError(
+                        f"contains the special string {found!r}",
+                        where=f"message {at}",
+                        expected="text without special strings of this model: they would end the message",
+                        fix="remove it, or build the prompt yourself and give it raw",
+                    )
 
 
 def _params(params: Mapping[str, Any]) -> SamplingParams:
@@ -287,3 +310,16 @@ def _params(params: Mapping[str, Any]) -> SamplingParams:
         if name not in known:
             raise RequestError(f"unknown parameter '{name}'", expected=f"one of {', '.join(known)}")
     return SamplingParams(**params)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string inside a message."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

@@ -229,7 +229,7 @@ def _check_finite(values: npt.NDArray[np.float32], row: RowState) -> None:
         f"the logits hold {what}",
         where=f"request {row.request}, position {row.position}",
         expected="finite logits",
-        fix="check the checkpoint's weights (m31 inspect) and the backend (m31 conform)",
+        fix="check the checkpoint's weights with `m31 inspect --deep`",
     )
 
 

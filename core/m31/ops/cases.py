@@ -19,8 +19,7 @@ def rng_for(case_id: str) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Batch:
-    """Metadata of a flattened step: `S` sequences, query lengths and context lengths (context includes the "
-    "queries)."""
+    """Metadata of a flattened step of S sequences. Context lengths include the step's queries."""
 
     positions: I64  # [T]
     cu_q: I64  # [S+1]
@@ -59,8 +58,7 @@ def batch(rng: np.random.Generator, q_lens: list[int], ctx_lens: list[int], page
 
 
 def pages(rng: np.random.Generator, b: Batch, page: int, *inner: int, scale: float = 1.0) -> F64:
-    """KV pages `[pages, *inner[:-1], page, inner[-1]]` whose unused tokens are NaN: reading them must show "
-    "(BUG-5)."""
+    """KV pages `[pages, *inner[:-1], page, inner[-1]]`; unused tokens are NaN, so that reading one shows (BUG-5)."""
     *heads, width = inner
     out = rng.standard_normal((b.num_pages, *heads, page, width)) * scale
     used = np.zeros((b.num_pages, page), bool)

@@ -47,8 +47,7 @@ class TensorDecl:
 
 @dataclass(frozen=True, slots=True)
 class WeightDecl:
-    """The weights of one op instance, by slot. A single matrix has the slot `weight`; experts have `w1.0`, "
-    "`w3.0`, ..."""
+    """The weights of one op instance, by slot: `weight` for a single matrix; `w1.0`, `w3.0`, ... for experts."""
 
     name: str
     slots: Mapping[str, TensorDecl]
