@@ -17,7 +17,10 @@ from m31.engine.engine import Sequence
 BOUND = 1e-4
 SHAPES: dict[str, dict[str, Any]] = {
     "m3.1": {},
-    "m3": {"layer_types": [peer.FULL] * 2 + [peer.SPARSE] * 2},
+    "m3": {
+        "layer_types": [peer.FULL] * 2 + [peer.SPARSE] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    },
     "published-blocks": {
         "index_block_size": 128,
         "index_topk_blocks": 16,
