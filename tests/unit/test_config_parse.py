@@ -478,3 +478,21 @@ def test_eos_may_be_a_list_or_absent() -> None:
     assert parse(mapping).text.eos_token_ids == (200020, 5)
     del mapping["text_config"]["eos_token_id"]
     assert parse(mapping).text.eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("sparse_topk_blocks", 2**31 - 1), ("sparse_block_size", 10**9), ("sparse_block_size", 65_537)]
+)
+def test_block_counts_beyond_any_model_are_refused_before_they_are_allocated(key: str, value: int) -> None:
+    mapping = flash()
+    sparse_section(mapping)[key] = value
+    with pytest.raises(ConfigError, match=rf"{key}.*65536|{key}.*65,536"):
+        parse(mapping)
+
+
+@pytest.mark.parametrize("value", [0, -1.0])
+def test_activation_gain_is_positive(value: float) -> None:
+    mapping = flash()
+    mapping["text_config"]["swiglu_alpha"] = value
+    with pytest.raises(ConfigError, match="swiglu_alpha"):
+        parse(mapping)

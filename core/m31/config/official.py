@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import StrictBool, StrictStr
 
 from m31.config.schema import (
+    BlockCount,
     ExpertCount,
     Finite,
     Flag01,
@@ -41,7 +42,7 @@ class OfficialText(TextGeneric):
     use_qk_norm: StrictBool
     qk_norm_type: StrictStr
     hidden_act: StrictStr
-    swiglu_alpha: Finite
+    swiglu_alpha: PositiveFloat
     swiglu_beta: Finite | None = None  # the one number that may be absent: MODEL.md §1.2 fixes 1.0
     swiglu_limit: PositiveFloat
     dense_intermediate_size: PositiveInt
@@ -64,8 +65,8 @@ class OfficialSparse(Strict):
     sparse_attention_freq: list[Flag01]
     sparse_num_index_heads: PositiveInt
     sparse_index_dim: PositiveInt
-    sparse_topk_blocks: PositiveInt
-    sparse_block_size: PositiveInt
+    sparse_topk_blocks: BlockCount
+    sparse_block_size: BlockCount
     sparse_local_block: NaturalInt | None = None
     sparse_init_block: NaturalInt | None = None
     sparse_local_tokens: NaturalInt | None = None

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import StrictBool, StrictStr
 
 from m31.config.schema import (
+    BlockCount,
     ExpertCount,
     Finite,
     LayerCount,
@@ -42,7 +43,7 @@ class SavedText(TextGeneric):
     rotary_dim: PositiveInt
     rms_norm_eps: PositiveFloat
     hidden_act: StrictStr
-    swiglu_alpha: Finite
+    swiglu_alpha: PositiveFloat
     swiglu_limit: PositiveFloat
     dense_intermediate_size: PositiveInt
     intermediate_size: PositiveInt
@@ -54,8 +55,8 @@ class SavedText(TextGeneric):
     mlp_layer_types: list[Literal["sparse", "dense"]]
     index_n_heads: PositiveInt
     index_head_dim: PositiveInt
-    index_block_size: PositiveInt
-    index_topk_blocks: PositiveInt
+    index_block_size: BlockCount
+    index_topk_blocks: BlockCount
     index_local_blocks: NaturalInt
     # Official extras that survive a load and save; transformers ignores them, so only its own behaviour may be named.
     use_gemma_norm: StrictBool | None = None

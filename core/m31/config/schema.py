@@ -27,6 +27,7 @@ from m31.errors import ConfigError, UnknownKey
 MAX_INT = 2**31 - 1  # every size fits a 32-bit index; larger values are damage, not models
 MAX_LAYERS = 1024  # bounds what a hostile config can make us allocate; MODEL.md has 60 and 32
 MAX_EXPERTS = 4096  # same; MODEL.md has 128
+MAX_BLOCKS = 65_536  # same, for top-k and for the tokens of a block; MODEL.md has 16 and 128
 
 
 def _finite(value: object) -> float:
@@ -55,6 +56,7 @@ NaturalInt = Annotated[int, Field(strict=True, ge=0, le=MAX_INT)]
 AnyInt = Annotated[int, Field(strict=True, ge=-MAX_INT, le=MAX_INT)]
 LayerCount = Annotated[int, Field(strict=True, ge=1, le=MAX_LAYERS)]
 ExpertCount = Annotated[int, Field(strict=True, ge=1, le=MAX_EXPERTS)]
+BlockCount = Annotated[int, Field(strict=True, ge=1, le=MAX_BLOCKS)]
 Flag01 = Annotated[int, Field(strict=True, ge=0, le=1)]
 Finite = Annotated[float, BeforeValidator(_finite)]
 PositiveFloat = Annotated[float, BeforeValidator(_finite), Field(gt=0)]
