@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import pytest
@@ -102,3 +103,21 @@ def test_no_input(fake: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["chat", "ckpt"]) == 0
     assert fake.prompts == []
+
+
+def test_json_lines(fake: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One `start`, then for each message its tokens and a `done`, or an `error` that ends nothing."""
+    assert chat(monkeypatch, "one\n/reset\nbad\ntwo\n", "--json") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [e["event"] for e in events] == ["start", *["token", "token", "done"] * 3]
+
+    def refuse(messages: object) -> str:
+        raise errors.RequestError("no", where="message 0")
+
+    monkeypatch.setattr(fake, "render", refuse)
+    assert chat(monkeypatch, "one\n", "--json") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [e["event"] for e in events] == ["start", "error"]
+    assert events[1] == {
+        "event": "error", "type": "RequestError", "what": "no", "where": "message 0", "expected": None, "fix": None
+    }  # fmt: skip

@@ -104,6 +104,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system", metavar="TEXT", help="system message for the chat template")
 
 
+def _add_json_lines(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", action="store_true", help="write JSON Lines: start, token ..., done or error")
+    group.add_argument(
+        "--logprobs", metavar="N", type=_int, help="with --json: log-probabilities of the N likeliest tokens"
+    )
+
+
 def _run(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     parser.add_argument(
@@ -114,15 +121,13 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--raw", action="store_true", help="give the prompt to the model as it is, without chat template"
     )
-    group.add_argument("--json", action="store_true", help="write JSON Lines: start, token ..., done or error")
-    group.add_argument(
-        "--logprobs", metavar="N", type=_int, help="with --json: log-probabilities of the N likeliest tokens"
-    )
+    _add_json_lines(group)
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_sampling(parser)
+    _add_json_lines(parser.add_argument_group("output"))
 
 
 def _backends(parser: argparse.ArgumentParser) -> None:
@@ -210,9 +215,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check(args: argparse.Namespace, parser: Parser) -> None:
     """Refuse combinations in which one flag would be ignored in silence."""
-    if args.command != "run":
+    if args.command not in ("run", "chat"):
         return
-    if args.raw and args.system is not None:
+    if args.command == "run" and args.raw and args.system is not None:
         parser.error("--system goes through the chat template, which --raw turns off; drop one of them")
     if args.logprobs is not None and not args.json:
         parser.error("--logprobs has an effect only with --json; add --json or drop --logprobs")

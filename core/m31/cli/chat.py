@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from m31.cli.arguments import nearest
-from m31.cli.output import Output
+from m31.cli.output import Output, error_fields
 from m31.cli.session import Model, announce, checked_text, conclude, open_model, sampling_from, stream
 from m31.errors import ContextLimitExceeded, M31Error, RequestError, TemplateError
 
@@ -63,7 +63,7 @@ def command(args: argparse.Namespace, out: Output) -> int:
         )
     announce(model, out, "chat template")
     # input() edits lines only when both ends are terminals; otherwise its prompt would end up in the redirected answer.
-    terminal = out.terminal and sys.stdin is not None and sys.stdin.isatty()
+    terminal = out.terminal and not out.json_lines and sys.stdin is not None and sys.stdin.isatty()
     if terminal:
         import readline  # noqa: F401  # importing it gives input() line editing and history
 
@@ -91,6 +91,8 @@ def _loop(model: Model, sampling: Any, conversation: Conversation, out: Output, 
             return 0
         except (RequestError, ContextLimitExceeded, TemplateError) as error:
             # The person can rephrase, reset or go on; faults of the model or the machine end the program.
+            if out.json_lines:
+                out.event("error", **error_fields(error))
             out.note(f"error: {error}")
 
 
@@ -145,7 +147,8 @@ def _answer(model: Model, sampling: Any, conversation: Conversation, line: str, 
     try:
         interrupted = stream(generation, out)
     except M31Error:
-        out.end_line()
+        if not out.json_lines:
+            out.end_line()
         raise
     conclude(model, generation, out, interrupted=interrupted)
     conversation.add(user, generation.text)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from m31.cli.arguments import parse
-from m31.cli.output import Output, OutputClosed, OutputFailed
+from m31.cli.output import Output, OutputClosed, OutputFailed, error_fields
 from m31.errors import M31Error
 
 INTERNAL = 70
@@ -47,7 +47,7 @@ def _guarded(argv: Sequence[str] | None, out: Output) -> int:
             args = parse(argv)
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 2
-        out.json_lines = args.command == "run" and args.json
+        out.json_lines = args.command in ("run", "chat") and args.json
         return _dispatch(args, out)
     except OutputClosed:
         out.abandon()
@@ -90,15 +90,6 @@ def _report(error: Exception, message: str, code: int, out: Output, *, label: st
     except OutputFailed:
         out.abandon()
     return code
-
-
-def error_fields(error: Exception) -> dict[str, object]:
-    """The JSON fields of an error event."""
-    if isinstance(error, M31Error):
-        answers = {"what": error.what, "where": error.where, "expected": error.expected, "fix": error.fix}
-    else:
-        answers = {"what": str(error), "where": None, "expected": None, "fix": None}
-    return {"type": type(error).__name__, **answers}
 
 
 def _finish(out: Output, code: int) -> int:

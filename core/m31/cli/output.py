@@ -125,3 +125,12 @@ class Output:
                 expected="a terminal, pipe or file that takes the output",
                 fix="check the free space and the permissions of where it goes",
             ) from error
+
+
+def error_fields(error: Exception) -> dict[str, object]:
+    """The JSON fields of an error event."""
+    if isinstance(error, M31Error):
+        answers = {"what": error.what, "where": error.where, "expected": error.expected, "fix": error.fix}
+    else:
+        answers = {"what": str(error), "where": None, "expected": None, "fix": None}
+    return {"type": type(error).__name__, **answers}
