@@ -52,7 +52,7 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
         (["run", "c", "p", "--temperature", "inf"], "argument --temperature: expected a number, got 'inf'"),
         (["run", "c", "p", "--raw", "--system", "s"], "--system goes through the chat template, which --raw turns off"),
         (["run", "c", "p", "--logprobs", "3"], "--logprobs has an effect only with --json"),
-        (["chat", "c", "--json"], "unknown flag '--json'"),
+        (["chat", "c", "--deep"], "unknown flag '--deep'"),
     ],
 )
 def test_wrong_command_line(
