@@ -14,6 +14,7 @@ from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Limits, Sessi
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import PlainLayout
 from m31_reference.kernels import KERNELS
+from m31_reference.memory import available_host_memory
 
 if TYPE_CHECKING:
     from m31.config import Model
@@ -87,28 +88,7 @@ class ReferenceSession(Session):
         """Half of what is free now."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * _KV_SHARE)
-        return int(_available_host_memory() * _KV_SHARE)
-
-
-def _available_host_memory() -> int:
-    """Bytes available without swapping, within the cgroup's limit."""
-    import os
-
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):  # not Linux: the figure of sysconf stands
-        return available
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            used = int(file.read())
-    except OSError:  # no cgroup limit
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)
+        return int(available_host_memory() * _KV_SHARE)
 
 
 class ReferenceBackend(Backend):
