@@ -154,6 +154,10 @@ class MemoryBudgetExceeded(M31Error):
     """An allocation would not fit the memory budget; nothing was allocated."""
 
 
+class LayoutMismatch(M31Error):
+    """Pages of another layout, or of none that this cache knows; nothing was imported."""
+
+
 class RequestError(M31Error):
     """A generation request is malformed: an empty prompt, a parameter out of range, a token id out of range."""
 

@@ -16,7 +16,16 @@ __all__ = ["MI355XBackend"]
 class MI355XBackend(Backend):
     """Answers for the manifest and refuses to open: this release ships no kernel for this hardware."""
 
-    def open(self, *, device: str | None, dtype: str, rank: int, world: int) -> NoReturn:
+    def open(
+        self,
+        *,
+        device: str | None,
+        dtype: str,
+        rank: int,
+        world: int,
+        arithmetic: str | None,
+        weight_cache_bytes: int | None,
+    ) -> NoReturn:
         """Refuse.
 
         Raises:

@@ -78,7 +78,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="DEVICE", help="device of the backend (default: the backend decides)")
     group.add_argument("--dtype", metavar="DTYPE", default="float32", help="compute type (default: %(default)s)")
     group.add_argument(
-        "--kv-dtype", metavar="DTYPE", help="format of KV pages and index keys (default: the compute type)"
+        "--kv-dtype", metavar="DTYPE", help="format of keys and values in the pages (default: the backend's)"
+    )
+    group.add_argument("--index-dtype", metavar="DTYPE", help="format of index keys (default: the backend's)")
+    group.add_argument(
+        "--arithmetic", metavar="NAME", help="what is quantised while computing (default: the backend's own)"
     )
     group.add_argument(
         "--max-context", metavar="N", type=_int, help="tokens of context to reserve (default: what fits)"

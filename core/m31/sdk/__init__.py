@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from m31.sdk.version import API_VERSION
 
 if TYPE_CHECKING:
-    from m31.sdk.backend import Backend, KVCache, KVLayout, KVSpec, LazyTensor, Limits, Session
+    from m31.sdk.backend import Backend, ExportedPages, KVCache, KVLayout, KVSpec, LazyTensor, Limits, Session
     from m31.sdk.choosing import decide, open_backend, refresh, this_machine, use
     from m31.sdk.discovery import Candidate, Policy, discover
     from m31.sdk.inventory import Cpu, Device, Inventory
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from m31.sdk.selection import Decision, Refusal, Verdict, select
 
 _HOMES = {
-    "backend": ("Backend", "KVCache", "KVLayout", "KVSpec", "LazyTensor", "Limits", "Session"),
+    "backend": ("Backend", "ExportedPages", "KVCache", "KVLayout", "KVSpec", "LazyTensor", "Limits", "Session"),
     "choosing": ("decide", "open_backend", "refresh", "this_machine", "use"),
     "discovery": ("Candidate", "Policy", "discover"),
     "inventory": ("Cpu", "Device", "Inventory"),
@@ -38,6 +38,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "API_VERSION",
     "Backend",
+    "ExportedPages",
     "KVCache",
     "KVLayout",
     "KVSpec",
