@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-E4M3 = np.array([(m / 8) * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)])[:-1]
+E4M3 = np.array([(m / 8) * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)])[
+    :-1
+]
 
 
 def nearest(x: Any, table: F64) -> F64:

@@ -12,8 +12,8 @@ from tests.unit.test_whole_model import greedy, ids_for, logits
 
 from m31.formats.layout import ScaleOrder
 
-SMALL = tiny.quantisable()
-M3 = tiny.quantisable(attention=("full", "full", "sparse", "sparse"))
+SMALL = tiny.quantisable(num_layers=2)  # one dense, one MoE
+M3 = tiny.quantisable(num_layers=2, attention=("full", "sparse"))
 PAIRS = [
     ("bfloat16", "bfloat16"),
     ("fp8", "fp8"),
@@ -25,6 +25,9 @@ PAIRS = [
     ("nvfp4", "int8"),
     ("float64", "nvfp4"),
 ]
+DENSE = tiny.quantisable(num_layers=2, mlp=("dense",) * 2)
+# relative size of the error in the logits: half a unit of the format's last place, a few times over
+SIZES = {"float64": (0, 0), "float32": (0, 1e-6), "bfloat16": (3e-4, 1e-2), "fp8": (5e-3, 0.1), "nvfp4": (1e-2, 0.3)}
 IDS = [f"{kv}+{index}" for kv, index in PAIRS]
 
 
@@ -50,16 +53,28 @@ def test_dense_layers_read_quantised_pages_too() -> None:
 @pytest.mark.parametrize(("kv", "index"), PAIRS, ids=IDS)
 def test_a_format_has_an_effect_of_its_size(kv: str, index: str) -> None:
     """Not zero, or the format was not used; not large, or it was used wrongly."""
-    values = tiny.weights(tiny.trace(SMALL), seed=1)
-    ids = ids_for(SMALL, 12)  # three pages: all are selected, so that a flipped selection does not blur the size
-    exact = logits(tiny.engine(SMALL, values, dtype="float64"), ids)
-    got = logits(tiny.engine(SMALL, values, dtype="float64", kv=kv, index=index), ids)
+    # No router, and three pages, which are all selected: a flipped choice would blur the size.
+    values = tiny.weights(tiny.trace(DENSE), seed=1)
+    ids = ids_for(DENSE, 12)
+    exact = logits(tiny.engine(DENSE, values, dtype="float64"), ids)
+    got = logits(tiny.engine(DENSE, values, dtype="float64", kv=kv, index=index), ids)
     error = float((got - exact).norm() / exact.norm())
-    low, high = {"float64": (0, 0), "float32": (0, 1e-6), "bfloat16": (3e-4, 1e-2), "fp8": (5e-3, 0.1), "nvfp4": (1e-2, 0.3)}[kv]
+    low, high = SIZES[kv]
     assert low <= error <= high
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("index", ["bfloat16", "fp8", "nvfp4", "int8"])
+def test_an_index_format_changes_selections_only(index: str) -> None:
+    """While every block is selected the format of index keys has no effect at all; beyond, it has one."""
+    values = tiny.weights(tiny.trace(DENSE), seed=1)
+    ids = ids_for(DENSE, 60)
+    exact = logits(tiny.engine(DENSE, values, dtype="float64"), ids)
+    got = logits(tiny.engine(DENSE, values, dtype="float64", index=index), ids)
+    assert torch.equal(got[:12], exact[:12])
+    assert (index == "bfloat16") or not torch.equal(got[12:], exact[12:])
+
+
+@settings(max_examples=15, deadline=None)
 @given(chunk=st.integers(1, 30), n=st.integers(2, 30), pair=st.sampled_from(PAIRS))
 def test_prefill_may_be_split_anywhere(chunk: int, n: int, pair: tuple[str, str]) -> None:
     """Attention reads this step's K and V back through the pages, so chunks see quantised values like everybody."""

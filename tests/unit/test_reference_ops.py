@@ -17,9 +17,9 @@ from m31 import ops
 from m31.errors import OpRefused
 from m31.ops import Case, OpSpec
 from m31_reference.attention import ATTENTION
-from m31_reference.kernels import KERNELS
 from m31_reference.cache import Store
 from m31_reference.codecs import Plain
+from m31_reference.kernels import KERNELS
 from m31_reference.weights import Weights
 
 CASES = [(spec, case) for spec in ops.ALL.values() for case in spec.cases()]

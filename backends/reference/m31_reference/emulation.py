@@ -28,16 +28,19 @@ _GROUPS = {"mxfp8": mxfp8.GROUP, "nvfp4-token": nvfp4.GROUP, "nvfp4-static": nvf
 _READERS = ("block_scores", "sparse_attention", "dense_attention")
 
 
-def emulated(op: OpInstance, spec: ArithmeticSpec, compute: str) -> Kernel | Refusal | None:
+def emulated(op: OpInstance, spec: ArithmeticSpec, compute: str, *, plain: bool) -> Kernel | Refusal | None:
     """The kernel of an op under `spec`, why there is none, or None where the arithmetic leaves the op exact.
 
     Args:
         op: the instance.
         spec: the arithmetic.
         compute: name of the compute dtype, in which products are formed and summed.
+        plain: this is a projection that a quantised checkpoint stores plain: its product is a BF16 one.
     """
     name = op.spec.name
     if name == "linear" and spec.linear_activation is not None:
+        if plain:
+            return Kernel(_plain_linear, Arithmetic(f"bfloat16*{compute}", compute, "bfloat16"), 0)
         width = op.inputs[0].shape[1]  # type: ignore[union-attr]
         return _refused(spec.linear_activation, int(width), "inputs") or Kernel(
             _linear, Arithmetic(f"{spec.linear_activation}*{compute}", compute, "bfloat16"), 0
@@ -77,6 +80,10 @@ def _through(quantise: Quantise, x: Tensor) -> Tensor:
 
 def _linear(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
     outs[0].copy_(_bf16(_through(mxfp8.quantise, ins[0]) @ w.tensors["weight"].t()))
+
+
+def _plain_linear(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
+    outs[0].copy_(_bf16(_bf16(ins[0]) @ w.tensors["weight"].t()))
 
 
 def _experts(op: OpInstance, spec: ArithmeticSpec) -> RunKernel:

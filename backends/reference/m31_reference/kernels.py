@@ -141,6 +141,7 @@ def _router(attrs: Attrs) -> RunKernel:
 
 
 def activate(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
+    """SwiGLU-OAI of gate and up (MODEL.md §2.5), elementwise; no lower clamp on the gate."""
     gate = gate.clamp(max=limit)
     return (up.clamp(min=-limit, max=limit) + beta) * gate * torch.sigmoid(alpha * gate)
 

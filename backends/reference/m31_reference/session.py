@@ -37,6 +37,9 @@ class ReferenceSession(Session):
         if weight_cache_bytes is None:
             weight_cache_bytes = int(self._free_memory() * _WEIGHT_SHARE)
         self.decoded = DecodedCache(weight_cache_bytes)
+        # Projections by storage format. A checkpoint may store some plain: those have plain inputs (MODEL.md §3.7).
+        # One that stores all of them plain is computed as if it were quantised, to imitate or to train.
+        self._stored: dict[str, set[str]] = {"plain": set(), "mxfp8": set(), "nvfp4": set()}
 
     def limits(self, model: Model) -> Limits:
         """The model's own limits; text only, no drafting yet."""
@@ -54,7 +57,8 @@ class ReferenceSession(Session):
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         """Every op of the text model, at every step class, in the session's arithmetic."""
-        found = emulated(op, self.numerics, self.compute)
+        mixed = bool(self._stored["mxfp8"]) and op.weights is not None and op.weights.name in self._stored["plain"]
+        found = emulated(op, self.numerics, self.compute, plain=mixed)
         if found is not None:
             return found
         make = KERNELS.get(op.spec.name) or ATTENTION.get(op.spec.name)
@@ -71,6 +75,8 @@ class ReferenceSession(Session):
         all of them would take longer than most runs, and one that no token reaches cannot do harm (decision 011).
         """
         experts = op.spec.name == "experts"
+        if op.spec.name == "linear" and op.weights is not None:
+            self._stored[slots["weight"].format].add(op.weights.name)
         held: dict[str, torch.Tensor] = {}
         lazy: dict[str, LazyTensor] = {}
         for slot, tensor in slots.items():

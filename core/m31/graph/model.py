@@ -101,7 +101,9 @@ def _select_blocks(
 ) -> tuple[Any, Any]:
     """The index branch: index head i chooses the blocks of KV head i."""
     at = f"model.layers.{layer}.self_attn"
-    iq_ThD = _head_projection(m, h_TC, f"{at}.index_q", s.num_index_heads, s.index_dim, "index_heads", table, w, r.query)
+    iq_ThD = _head_projection(
+        m, h_TC, f"{at}.index_q", s.num_index_heads, s.index_dim, "index_heads", table, w, r.query
+    )
     ik_ThD = _head_projection(m, h_TC, f"{at}.index_k", 1, s.index_dim, None, table, w, r.index)
     kv = ops.index_write(kv, ik_ThD, step.slot_map, layer=layer)
     scores_ThP = ops.block_scores(iq_ThD, kv, *step.context, layer=layer)

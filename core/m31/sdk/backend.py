@@ -58,7 +58,7 @@ class LazyTensor(Protocol):
 
     def parts(self) -> Mapping[str, StoredPart]:
         """The stored tensors of a quantised weight by role: `codes` or `packed`, `scale`, `global_scale`,
-        `input_global_scale`; empty for a plain one."""
+        `input_global_scale`; a plain one has itself as `weight`."""
 
 
 class StoredPart(Protocol):
