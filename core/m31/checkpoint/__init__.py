@@ -1,6 +1,6 @@
 """Checkpoints: tensor inventory, lazy reading, writing and inspection (MODEL.md chapters 3.7 and 4)."""
 
-from m31.checkpoint.convert import convert
+from m31.checkpoint.conversion import convert
 from m31.checkpoint.counting import Counts, GroupCount, KvBytes, counts, kv_bytes_per_token
 from m31.checkpoint.encoding import default_input_scale, encoded
 from m31.checkpoint.inspection import Inspection, inspect, render

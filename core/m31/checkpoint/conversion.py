@@ -10,10 +10,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from m31.checkpoint.draft import FOLDER
-from m31.checkpoint.encoding import Unit, check_input_scales, default_input_scale, encode, units
+from m31.checkpoint.encoding import check_input_scales, default_input_scale, encode, units
 from m31.checkpoint.folder import INDEX_NAME, is_partial
 from m31.checkpoint.inventory import ITEMSIZE, expected, numel
 from m31.checkpoint.layout import ShardLayout, plan_shards
@@ -26,8 +27,18 @@ from m31.config.loading import VISION_LANGUAGE
 from m31.config.modelopt import MODELOPT_FILE
 from m31.errors import CheckpointError
 
-Progress = Callable[[int, int, str], None]
-"""Called with (bytes that are finished, bytes in all, what is being written)."""
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How far a conversion is: bytes `finished` of `total`, of which `reused` come from an earlier run; and at what."""
+
+    finished: int
+    reused: int
+    total: int
+    what: str
+
+
+Progress = Callable[[Step], None]
 
 _RELEASE_BYTES = 256 * 2**20  # source bytes after which the maps are dropped, so that they do not count as ours
 _RESERVE = 64 * 2**20  # bytes left free on the disk
@@ -92,11 +103,14 @@ def convert(
         with locked(goal):
             check_destination(goal)
             work = WorkFolder(goal, job)
-            _check_space(work, shards, extras)
-            _fill(work, checkpoint, shards, input_scales, progress)
-            _companions(work, extras, shards, mapping)
-            Checkpoint.open(work.path)  # what could not be read back must not be published
-            work.publish(goal)
+            try:
+                _check_space(work, shards, extras)
+                _fill(work, checkpoint, shards, input_scales, progress)
+                _companions(work, extras, shards, mapping)
+                Checkpoint.open(work.path)  # what could not be read back must not be published
+                work.publish(goal)
+            finally:
+                work.discard_if_empty()
     except OSError as exc:
         raise CheckpointError(f"cannot be written ({exc})", where=str(goal), fix="check space and permissions") from exc
     return Checkpoint.open(goal)
@@ -142,7 +156,11 @@ class _Meter:
 
     def __init__(self, checkpoint: Checkpoint, total: int, progress: Progress | None) -> None:
         self.checkpoint, self.total, self.progress = checkpoint, total, progress
-        self.finished = self._held = 0
+        self.finished = self.reused = self._held = 0
+
+    def reuse(self, count: int, what: str) -> None:
+        self.reused += count
+        self.add(count, what)
 
     def add(self, count: int, what: str) -> None:
         self.finished += count
@@ -151,7 +169,7 @@ class _Meter:
             self.checkpoint.release()
             self._held = 0
         if self.progress is not None:
-            self.progress(self.finished, self.total, what)
+            self.progress(Step(self.finished, self.reused, self.total, what))
 
 
 def _fill(
@@ -164,7 +182,7 @@ def _fill(
     meter = _Meter(checkpoint, sum(shard.size for shard in shards), progress)
     for shard in shards:
         if shard.file in work.done:
-            meter.add(shard.size, shard.file)
+            meter.reuse(shard.size, shard.file)
             continue
         with work.draft(shard.file).open("wb") as handle:
             _write_shard(handle.fileno(), shard, checkpoint, input_scales, meter)
@@ -182,17 +200,12 @@ def _write_shard(
     meter.add(len(shard.header), shard.file)
     for unit in shard.units:
         rows = {name: numel(decl.shape[1:]) * ITEMSIZE[decl.dtypes[0]] for _, name, decl in unit.parts}
-        for piece in encode(unit, checkpoint.tensor(unit.name), _input_scale(unit, checkpoint, input_scales)):
+        fallback = default_input_scale(checkpoint.config.text, unit.name)
+        source = checkpoint.tensor(unit.name)
+        for piece in encode(unit, source, input_scales.get(unit.name), fallback=fallback):
             raw = piece.value.contiguous().reshape(-1).view(torch.uint8)
             _pwrite(handle, raw.numpy().data, shard.offsets[piece.name] + piece.row * rows[piece.name])
             meter.add(raw.numel(), unit.name)
-
-
-def _input_scale(unit: Unit, checkpoint: Checkpoint, given: Mapping[str, float]) -> float:
-    if unit.format != "nvfp4":
-        return 1.0  # not used
-    scale = given.get(unit.name)
-    return default_input_scale(checkpoint.config.text, unit.name) if scale is None else scale
 
 
 def _pwrite(handle: int, data: bytes | memoryview, offset: int) -> None:
