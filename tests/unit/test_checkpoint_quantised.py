@@ -75,7 +75,7 @@ def test_codes_and_scales_are_those_of_the_rules(flash: Checkpoint, flash_weight
             assert torch.equal(parts["packed"], packed)
             assert torch.equal(parts["scale"].view(torch.uint8), block.view(torch.uint8))
             assert torch.equal(parts["global_scale"], overall)
-            assert float(overall) == 2688.0 / float(weight.float().abs().max())
+            assert torch.equal(overall, torch.tensor([2688.0]) / weight.float().abs().max())
             assert float(parts["input_global_scale"]) == (48.0 if ".w2." in name else 1.0)
             decoded = nvfp4.decode(packed, block, overall, torch.float32)
         assert tensor.load().dtype == tensor.dtype == torch.float32
@@ -133,7 +133,7 @@ def test_a_script_with_safetensors_alone_reads_the_folder(tmp_path: Path, name: 
 
 
 def test_published_inventory_is_what_would_be_written() -> None:
-    """The tiny folder's rules at full size: MODEL.md §4.1 counts and §3.7 bytes, from the config that `convert` makes."""
+    """The rules at full size: MODEL.md §4.1 counts and §3.7 bytes, from the config that `convert` makes."""
     source = config.published("m3.1-flash")
     del source["quantization_config"]
     _, model = target_config(source, config.parse(source, where="c"), "m31")
@@ -222,7 +222,7 @@ def test_a_part_is_no_weight(flash: Checkpoint) -> None:
     with pytest.raises(MissingTensor, match=f"has no weight '{name}'; it is a part of a quantised weight"):
         flash.tensor(name)
     assert flash.stored(name).shape == (128, 2)
-    with pytest.raises(MissingTensor, match="has no tensor 'model.layers.1.self_attn.q_proj.weigh'; did you mean"):
+    with pytest.raises(MissingTensor, match=r"has no tensor 'model.layers.1.self_attn.q_proj.weigh'; did you mean"):
         flash.stored(LINEAR[:-1])
 
 
@@ -338,7 +338,7 @@ def test_older_exports_keep_the_section_in_a_file_of_its_own(tmp_path: Path, fla
     assert torch.equal(Checkpoint.open(folder).tensor(LINEAR).load(), flash.tensor(LINEAR).load())
     official = json.loads((flash.folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(official))
-    with pytest.raises(ConfigError, match="describes modelopt nvfp4 experts, config.json official nvfp4 experts"):
+    with pytest.raises(ConfigError, match=r"describes modelopt nvfp4 experts, config.json official nvfp4 experts"):
         Checkpoint.open(folder)
     beside.write_text(json.dumps({"quantization": inner | {"quant_algo": "INT4"}}))
     with pytest.raises(UnsupportedFeature, match=r"hf_quant_config.json: quantization: 'quant_algo' is 'INT4'"):
