@@ -93,6 +93,10 @@ class NonFiniteWeight(CheckpointError):
     """A weight holds NaN or infinity."""
 
 
+class DestinationBusy(CheckpointError):
+    """Another process is writing the same checkpoint folder."""
+
+
 class GraphError(M31Error):
     """The model graph is inconsistent: a shape, a layout or an unbound weight."""
 

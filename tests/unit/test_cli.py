@@ -40,7 +40,7 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     ("words", "message"),
     [
         (["rnu"], "unknown command 'rnu'; did you mean 'run'?"),
-        (["xyzzy"], "unknown command 'xyzzy'; commands are run, chat, backends, inspect, demo"),
+        (["xyzzy"], "unknown command 'xyzzy'; commands are run, chat, backends, inspect, convert, demo"),
         (["run", "c", "p", "--temprature", "1"], "unknown flag '--temprature'; did you mean '--temperature'?"),
         (["run", "c", "p", "--top_p=0.5"], "unknown flag '--top_p'; did you mean '--top-p'?"),
         (["run", "c", "p", "--temp", "1"], "unknown flag '--temp'"),  # abbreviations are not accepted

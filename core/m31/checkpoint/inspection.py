@@ -87,7 +87,7 @@ def inspect(folder: str | Path, *, deep: bool = False) -> Inspection:
     stored: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     for name, decl in checkpoint.declared.items():
-        tensor = checkpoint.tensor(name)
+        tensor = checkpoint.stored(name)
         stored[decl.group] += tensor.nbytes
         dtypes[tensor.stored_dtype] += 1
     quantization = config.quantization
@@ -106,7 +106,7 @@ def inspect(folder: str | Path, *, deep: bool = False) -> Inspection:
         active_with_head=count.active_with_head,
         hub_elements=count.hub_elements,
         stored_bytes=checkpoint.total_bytes,
-        tensors=len(checkpoint.names),
+        tensors=len(checkpoint.declared),
         groups={
             group: GroupSize(logical=row.logical, bytes=stored[group], tensors=row.tensors)
             for group in GROUPS

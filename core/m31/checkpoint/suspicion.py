@@ -47,7 +47,7 @@ def _dtypes(checkpoint: Checkpoint) -> Iterator[str]:
     for name, decl in checkpoint.declared.items():
         if decl.storage != "plain":
             continue
-        dtype = checkpoint.tensor(name).stored_dtype
+        dtype = checkpoint.stored(name).stored_dtype
         groups[decl.group].add(dtype)
         # The published router is F32 in a bfloat16 model, so it says nothing.
         differing += declared is not None and dtype != declared and decl.group != "router"
@@ -146,7 +146,7 @@ def _weights(checkpoint: Checkpoint) -> Iterator[str]:
     for name, decl in checkpoint.declared.items():
         if decl.storage == "fp4_packed":
             continue
-        found = stats(checkpoint.tensor(name), decl)
+        found = stats(checkpoint.stored(name), decl)
         if found.first_bad is not None:
             bad.append(f"'{name}' ({found.bad_value} at flat index {found.first_bad})")
         elif decl.storage not in ("plain", "fp8"):

@@ -59,7 +59,6 @@ def load(
     decision = sdk.decide(backend)
     name = decision.require().name
     checkpoint = Checkpoint.open(path)
-    checkpoint.require_plain()
     config = checkpoint.config
     text = config.text
     folder = Path(path)
