@@ -17,6 +17,7 @@ from m31.formats import fp8, int8, layout, nvfp4
 from m31.formats.layout import ScaleOrder
 from m31.sdk.backend import KVSpec
 from m31_reference.cache import PagedCache, PagedLayout
+from m31_reference.codecs import Nvfp4
 from m31_reference.session import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -171,6 +172,18 @@ def test_scale_orders(kind: str) -> None:
     want = layout.token_quad(per_head) if kind == "v" else per_head.flatten(1)
     assert torch.equal(bytes_["token_quad"], want)
     assert bytes_["token_quad"][1, (77 // 4) * 32 + 5 * 4 + 77 % 4] == per_head[1, 77, 5] or kind == "k"
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_the_fast_decoder_is_the_format(rounded: bool) -> None:
+    """All 256 bytes under all 256 scales, NaN included: what kernels read equals `m31.formats`, bit for bit."""
+    packed = torch.arange(256, dtype=torch.uint8).view(1, 32, 8).expand(256, 32, 8)
+    scale = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 32, 1).contiguous()
+    got = Nvfp4("linear", rounded=rounded).decode({"packed": packed, "scale": scale}, torch.float32)
+    decode = nvfp4.decode_kv_e4m3 if rounded else nvfp4.decode_kv
+    want = decode(packed, scale.view(torch.float8_e4m3fn))
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num().view(torch.int32), want.nan_to_num().view(torch.int32))
 
 
 def test_golden_kv_vector() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from m31.errors import BackendRefused
-from m31.formats import fp8, int8, nvfp4
+from m31.formats import e2m1, fp8, int8, nvfp4
 from m31.formats.layout import ScaleOrder
 
 Parts = Mapping[str, Tensor]
@@ -112,6 +112,7 @@ class Nvfp4(Codec):
 
     def __init__(self, order: ScaleOrder, *, rounded: bool) -> None:
         self.order, self.rounded = order, rounded
+        self._table: Tensor | None = None
 
     def allocate(self, pages: int, heads: int, page: int, dim: int, device: torch.device) -> dict[str, Tensor]:
         """See `Codec.allocate`."""
@@ -142,8 +143,22 @@ class Nvfp4(Codec):
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """See `Codec.decode`."""
-        decode = nvfp4.decode_kv_e4m3 if self.rounded else nvfp4.decode_kv
-        return decode(parts["packed"], self._linear(parts["scale"]), dtype)
+        packed, scale = parts["packed"], fp8.decode(self._linear(parts["scale"]))
+        values = self._pairs(packed.device).index_select(0, packed.flatten().int()).view(torch.float32)
+        product = values.view(*scale.shape, nvfp4.GROUP).mul_(scale.unsqueeze(-1)).flatten(-2)
+        if self.rounded:
+            product = fp8.decode(fp8.encode(product, saturate=True))
+        return product.to(dtype)
+
+    def _pairs(self, device: torch.device) -> Tensor:
+        """Both values of each of the 256 bytes, as one 64-bit word: a third of the time of taking nibbles apart.
+
+        It is filled by `m31.formats`, and a test compares all that it decodes with the functions there.
+        """
+        if self._table is None or self._table.device != device:
+            every = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
+            self._table = e2m1.decode_packed(every, torch.float32).view(torch.int64).flatten()
+        return self._table
 
     def exact(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """See `Codec.exact`."""
