@@ -50,6 +50,7 @@ INERT = frozenset(
         *("use_qk_norm", "qk_norm_type", "attention_output_gate", "tie_word_embeddings", "model_type", "hidden_act"),
         *("partial_rotary_factor", "rotary_dim", "swiglu_beta", "sparse_disable_index_value"),
         *("kv_cache_quant_algo", "attention_quant_algo", "index_k_quant_type"),
+        "ignored_layers",  # a leading `model.` and repetitions mean nothing
         *("producer", "ignore", "kv_cache_scheme", "quantized_layers", "quant_algo", "quant_method"),
         *("dspark_ffn_hidden_size", "dspark_use_dense_ffn", "dspark_hybrid_context_fusion", "moe_layer_freq"),
         *("sparse_attention_config", "target_layer_ids", "dspark_target_layer_ids"),
