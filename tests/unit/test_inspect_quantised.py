@@ -136,11 +136,6 @@ def test_non_finite_scales(ckpt: Path) -> None:
         assert any(f"hold NaN or infinity: '{name}' (nan at flat index 1)" in text for text in found)
         scale.view(torch.uint8)[0, 1] = 120
         changed(ckpt, **{name: scale})
-        save(
-            ckpt / "model.safetensors",
-            stored_tensors(Checkpoint.open(ckpt))
-            | {name: scale.view(torch.uint8).clamp(max=120).view(dtype or torch.uint8)},
-        )
 
 
 def test_exponents_that_were_rounded_down(ckpt: Path) -> None:
