@@ -17,7 +17,7 @@ from m31.formats import fp8, int8, layout, nvfp4
 from m31.formats.layout import ScaleOrder
 from m31.sdk.backend import KVSpec
 from m31_reference.cache import PagedCache, PagedLayout
-from m31_reference.codecs import Nvfp4
+from m31_reference.codecs import Fp8, Nvfp4
 from m31_reference.session import ReferenceBackend
 
 CPU = torch.device("cpu")
@@ -184,6 +184,9 @@ def test_the_fast_decoder_is_the_format(rounded: bool) -> None:
     want = decode(packed, scale.view(torch.float8_e4m3fn))
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num().view(torch.int32), want.nan_to_num().view(torch.int32))
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 8, 32)
+    values = Fp8().decode({"codes": codes}, torch.float32)
+    assert torch.equal(values.view(torch.int32), fp8.decode(codes).view(torch.int32))
 
 
 def test_golden_kv_vector() -> None:

@@ -132,7 +132,8 @@ class Held:
         return self.value
 
 
-def _rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def chunk_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Ranges of the first dimension that hold at most `CHUNK` elements, but at least one row."""
     step = max(1, CHUNK // max(1, numel(shape[1:])))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
@@ -162,7 +163,7 @@ def _require_finite(source: LogicalTensor | Held, value: torch.Tensor, result: t
 
 def _plain(unit: Unit, source: LogicalTensor | Held) -> Iterator[Piece]:
     dtype = torch_dtype(unit.parts[0][2].dtypes[0])
-    for start, stop in _rows(unit.shape):
+    for start, stop in chunk_rows(unit.shape):
         value = _loaded(source, start, stop)
         rounded = value.to(dtype)
         if rounded is not value:
@@ -174,7 +175,7 @@ def _mxfp8(unit: Unit, source: LogicalTensor | Held) -> Iterator[Piece]:
     from m31.formats import mxfp8
 
     (_, codes, _), (_, scale, _) = unit.parts
-    for start, stop in _rows(unit.shape):
+    for start, stop in chunk_rows(unit.shape):
         encoded = mxfp8.encode(_loaded(source, start, stop).float())
         yield Piece(codes, start, encoded.codes)
         yield Piece(scale, start, encoded.scale)
@@ -187,11 +188,11 @@ def _nvfp4(unit: Unit, source: LogicalTensor | Held, input_scale: float) -> Iter
     from m31.formats import nvfp4
 
     amax = torch.zeros(1)
-    for start, stop in _rows(unit.shape):
+    for start, stop in chunk_rows(unit.shape):
         amax = torch.maximum(amax, _loaded(source, start, stop).float().abs().max().reshape(1))
     overall = nvfp4.global_scale(amax)
     names = {role: name for role, name, _ in unit.parts}
-    for start, stop in _rows(unit.shape):
+    for start, stop in chunk_rows(unit.shape):
         encoded = nvfp4.encode(source.slice(0, start, stop).load().float(), global_scale=overall)
         yield Piece(names["packed"], start, encoded.packed)
         yield Piece(names["scale"], start, encoded.scale)
@@ -210,7 +211,7 @@ def _copied(unit: Unit, source: QuantizedTensor, input_scale: float | None) -> I
         elif isinstance(part, GlobalScale):
             yield Piece(name, 0, part.load())  # which refuses what cannot be divided by
         else:
-            for start, stop in _rows(decl.shape):
+            for start, stop in chunk_rows(decl.shape):
                 value = part.slice(0, start, stop).load()
                 _check_codes(part, value, start)
                 yield Piece(name, start, value)

@@ -9,7 +9,7 @@ from m31.config import rules, saved
 from m31.config.model import AttentionKind, MlpKind, Moe, SparseAttention, SwigluOai, Text
 from m31.config.official import OfficialSparse, OfficialText
 from m31.config.saved import SavedRope, SavedText
-from m31.config.schema import shown, validate
+from m31.config.schema import MAX_EXPERTS_IN_ALL, shown, validate
 from m31.errors import ConfigError, UnsupportedFeature
 
 
@@ -236,6 +236,12 @@ def _check_text(text: Text, msa: SparseAttention, where: str) -> None:
             "index heads at least as wide as the rotation that they share",
         )
     if text.moe is not None:
+        total = text.moe.num_experts * text.mlp.count("moe")
+        require(
+            total <= MAX_EXPERTS_IN_ALL,
+            f"{text.moe.num_experts} experts on {text.mlp.count('moe')} layers are {total:,}",
+            f"at most {MAX_EXPERTS_IN_ALL:,} experts in all",
+        )
         require(
             text.moe.experts_per_token <= text.moe.num_experts,
             f"{text.moe.experts_per_token} experts per token of {text.moe.num_experts} experts",

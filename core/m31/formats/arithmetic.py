@@ -84,7 +84,7 @@ def parse(name: str) -> ArithmeticSpec:
     key = "-".join(name.lower().replace("_", " ").replace("-", " ").split())
     if key in NAMED:
         return NAMED[key]
-    nearest = difflib.get_close_matches(key, NAMED, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(key, NAMED, n=1, cutoff=0.4)
     raise OpRefused(
         f"unknown arithmetic '{name}'",
         where="arithmetic",

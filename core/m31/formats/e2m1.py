@@ -15,15 +15,17 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 
 MAX = 6.0
 
-# A magnitude belongs to code c if it is greater than c of these. They are the midpoints between neighbouring values;
-# where the tie belongs to the upper (even) code, the float32 just below the midpoint, so that one comparison serves.
-_BELOW = {0.75: 0.75 - 2.0**-24, 1.75: 1.75 - 2.0**-23, 3.5: 3.5 - 2.0**-22}
-THRESHOLDS = tuple(_BELOW.get(t, t) for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+
+@functools.cache
+def _values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(VALUES, dtype=dtype, device=device)
 
 
 @functools.cache
-def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device)
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256, 2]: the two values of each packed byte."""
+    byte = torch.arange(256, device=device)
+    return _values(dtype, device)[torch.stack((byte & 15, byte >> 4), dim=-1)]
 
 
 def encode(x: Tensor, *, where: str = "e2m1.encode") -> Tensor:
@@ -45,10 +47,15 @@ def encode(x: Tensor, *, where: str = "e2m1.encode") -> Tensor:
 
 def encode_unchecked(x: Tensor) -> Tensor:
     """`encode` of float32 without looking for NaN, which becomes code 0: for blocks that were checked by their amax."""
-    magnitude = x.abs()
-    code = torch.bucketize(magnitude, _constant(THRESHOLDS, torch.float32, x.device), out_int32=True).to(torch.uint8)
-    code.masked_fill_(magnitude.isnan(), 0)
-    return code + 8 * ((x < 0) & (code != 0)).to(torch.uint8)
+    # The codes are a piecewise linear count of magnitude: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6. Each piece
+    # is exact in float32, `round` is half-to-even, and both ends of a piece are even codes, so that ties go to the
+    # even code everywhere.
+    magnitude = x.abs().nan_to_num_(nan=0.0, posinf=6.0)
+    code = magnitude.clamp(max=2.0).mul_(2.0).round_()
+    code += magnitude.clamp(2.0, 4.0).sub_(2.0).round_()
+    code += magnitude.clamp_(4.0, 6.0).sub_(4.0).mul_(0.5).round_()
+    negative = (x < 0) & (code != 0)
+    return code.to(torch.uint8).add_(negative.to(torch.uint8), alpha=8)
 
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,12 +67,12 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         raise OpRefused(
             f"code {int(codes.max())}", where="e2m1.decode", expected="0..15", fix="unpack packed bytes first"
         )
-    return _constant(VALUES, dtype, codes.device)[codes.int()]
+    return _values(dtype, codes.device)[codes.int()]
 
 
 def decode_packed(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values [..., K] of packed bytes uint8 [..., K/2]; every byte is two codes, so that there is nothing to refuse."""
-    return _constant(VALUES, dtype, packed.device)[unpack(packed).int()]
+    return _pairs(dtype, packed.device)[packed.int()].flatten(-2)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ E4M3_MAX = 448.0
 E4M3_MIN_NORMAL = 2.0**-6
 E4M3_MIN = 2.0**-9
 """Smallest positive E4M3 number (code 0x01, subnormal)."""
+_OVERFLOW = 464.0  # the tie between 448 and the 480 that would follow; it belongs to 448
 NAN = 0x7F
 MINUS_ZERO = 0x80
 
@@ -31,12 +32,14 @@ def encode(x: Tensor, *, saturate: bool = True, keep_minus_zero: bool = False, w
         OpRefused: another dtype.
     """
     x = as_float32(x, where)
-    if saturate:
-        x = x.clamp(-E4M3_MAX, E4M3_MAX)  # clamp lets NaN pass
-    codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
+    # Clamped in any case, because what torch's own cast does beyond 448 depends on its version (NaN before 2.12). The
+    # clamp lets NaN pass.
+    codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    if not saturate:
+        codes.masked_fill_(x.abs() > _OVERFLOW, NAN)
     if not keep_minus_zero:
-        codes = codes.masked_fill(codes == MINUS_ZERO, 0)
-    codes = codes.masked_fill(codes == 0xFF, NAN)
+        codes.masked_fill_(codes == MINUS_ZERO, 0)
+    codes.masked_fill_(codes == 0xFF, NAN)
     return codes.view(torch.float8_e4m3fn)
 
 

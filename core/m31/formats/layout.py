@@ -123,6 +123,8 @@ def store_order(scale: Tensor, order: ScaleOrder) -> Tensor:
 def load_order(stored: Tensor, order: ScaleOrder, groups: int = 8) -> Tensor:
     """The inverse of `store_order`: bytes [..., T * G] to scales [..., T, G]."""
     *lead, count = stored.shape
+    if count % groups:
+        raise OpRefused(f"{count} bytes in groups of {groups}", where="load_order", expected=f"a multiple of {groups}")
     if order == "linear":
         return stored.reshape(*lead, count // groups, groups)
     _known(order)

@@ -43,7 +43,8 @@ def encode(x: Tensor, *, nonfinite: NonFinite = "refuse", where: str = "mxfp8.en
 def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """E4M3 [..., K] times 2^(s - 127) [..., K/32], in float32 (exact), then rounded once to `dtype`.
 
-    bfloat16 is exact as well: four significant bits; below 2^-126 it has subnormals down to 2^-133.
+    bfloat16 is exact as well: four significant bits; below 2^-126 it has subnormals down to 2^-133. An element of
+    1.9375 * 2^127 or more has the code of 2^128, which float32 does not hold: it decodes to infinity.
     Raises OpRefused if the shapes do not belong together.
     """
     check_shapes(codes, scale, "mxfp8.decode")
