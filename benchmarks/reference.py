@@ -94,9 +94,10 @@ class Ours:
 
     def __init__(self, folder: Path) -> None:
         self.model: Model = m31.load(folder, backend="reference", max_context=32768)
+        cache = self.model.engine.cache
         for layer in range(LAYERS):
-            for pages in (self.model.engine.cache.k, self.model.engine.cache.v, self.model.engine.cache.index):  # type: ignore[attr-defined]
-                pages[layer].normal_()
+            for store in (cache.k[layer], cache.v[layer], cache.index[layer]):  # type: ignore[attr-defined]
+                store.parts["values"].normal_()
 
     def prefill(self, ids: list[int]) -> float:
         """Seconds until the first token, sampling included."""

@@ -93,6 +93,10 @@ class NonFiniteWeight(CheckpointError):
     """A weight holds NaN or infinity."""
 
 
+class DestinationBusy(CheckpointError):
+    """Another process is writing the same checkpoint folder."""
+
+
 class GraphError(M31Error):
     """The model graph is inconsistent: a shape, a layout or an unbound weight."""
 
@@ -152,6 +156,10 @@ class ContextLimitExceeded(M31Error):
 
 class MemoryBudgetExceeded(M31Error):
     """An allocation would not fit the memory budget; nothing was allocated."""
+
+
+class LayoutMismatch(M31Error):
+    """Pages of another layout, or of none that this cache knows; nothing was imported."""
 
 
 class RequestError(M31Error):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from tests.support import numerics
 
 from m31.config import Moe, SparseAttention, SwigluOai, Text
 from m31.engine.engine import Engine
-from m31.graph import ModelGraph, trace
+from m31.formats import mxfp8, nvfp4
+from m31.formats.arithmetic import ArithmeticSpec, parse
+from m31.formats.layout import ScaleOrder
+from m31.graph import Call, ModelGraph, Rounding, trace
 from m31.ops import StateType, WeightDecl
+from m31.ops.moe import activation
 from m31.sdk.backend import KVSpec
 from m31_reference.session import ReferenceBackend
 
@@ -54,6 +60,23 @@ def text(**changes: Any) -> Text:
     return Text(**{**values, **changes})
 
 
+def quantisable(**changes: Any) -> Text:
+    """The same with sizes that MXFP8 (32) and NVFP4 (16) divide."""
+    moe = Moe(
+        num_experts=8,
+        experts_per_token=2,
+        num_shared_experts=1,
+        expert_intermediate_size=64,
+        shared_intermediate_size=32,
+        routed_scaling_factor=2.0,
+    )
+    sparse = SparseAttention(
+        num_index_heads=2, index_dim=32, topk_blocks=3, block_size=4, local_blocks=1, init_blocks=0
+    )
+    sizes = {"hidden_size": 64, "head_dim": 32, "rotary_dim": 16, "dense_intermediate_size": 96}
+    return text(**{**sizes, "moe": moe, "sparse": sparse, **changes})
+
+
 @dataclass
 class Held:
     """A weight in memory, with the interface of a lazy tensor."""
@@ -65,8 +88,81 @@ class Held:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.value.shape)
 
+    @property
+    def format(self) -> str:
+        return "plain"
+
     def load(self) -> torch.Tensor:
         return self.value
+
+    def parts(self) -> dict[str, Held]:
+        return {"weight": self}
+
+
+@dataclass
+class Quantised:
+    """A quantised weight in memory: decoded values and stored parts."""
+
+    format: str
+    value: torch.Tensor
+    stored: dict[str, torch.Tensor]
+
+
+@dataclass
+class HeldQuantised:
+    """The same with the interface of a lazy tensor. Counts how often it is decoded."""
+
+    name: str
+    quantised: Quantised
+    loads: int = 0
+
+    @property
+    def format(self) -> str:
+        return self.quantised.format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.quantised.value.shape)
+
+    def load(self) -> torch.Tensor:
+        self.loads += 1
+        return self.quantised.value.clone()  # decoding makes a new tensor each time
+
+    def parts(self) -> dict[str, Held]:
+        return {role: Held(f"{self.name}_{role}", value) for role, value in self.quantised.stored.items()}
+
+
+def held(name: str, value: torch.Tensor | Quantised) -> Held | HeldQuantised:
+    """A stand-in for the checkpoint's tensor."""
+    return Held(name, value) if isinstance(value, torch.Tensor) else HeldQuantised(name, value)
+
+
+def quantised(graph: ModelGraph, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Quantised]:
+    """The weights as M3.1-Flash stores them: MXFP8 projections, NVFP4 experts with three different global scales."""
+    out: dict[str, torch.Tensor | Quantised] = dict(values)
+    for call in graph.calls:
+        if call.op.weights is None:
+            continue
+        for at, tensor in enumerate(call.op.weights.slots.values()):
+            value = values[tensor.name]
+            if call.op.spec.name == "linear":
+                mx = mxfp8.encode(value)
+                out[tensor.name] = Quantised("mxfp8", mxfp8.decode(*mx), {"codes": mx.codes, "scale": mx.scale})
+            elif call.op.spec.name == "experts":
+                nv = nvfp4.encode(value)
+                stored = {**nv._asdict(), "input_global_scale": torch.tensor([300.0 + at])}
+                out[tensor.name] = Quantised("nvfp4", nvfp4.decode(*nv), stored)
+    return out
+
+
+def dequantised(values: Mapping[str, torch.Tensor | Quantised]) -> dict[str, torch.Tensor]:
+    """The values behind quantised weights."""
+    return {name: v if isinstance(v, torch.Tensor) else v.value for name, v in values.items()}
+
+
+def input_scales(values: Mapping[str, torch.Tensor | Quantised]) -> dict[str, float]:
+    """input_global_scale of every NVFP4 weight."""
+    return {n: float(v.stored["input_global_scale"]) for n, v in values.items() if getattr(v, "format", "") == "nvfp4"}
 
 
 def weights(graph: ModelGraph, seed: int) -> dict[str, torch.Tensor]:
@@ -80,18 +176,30 @@ def weights(graph: ModelGraph, seed: int) -> dict[str, torch.Tensor]:
 
 
 def engine(
-    description: Text, values: dict[str, torch.Tensor], *, dtype: str, pages: int = 64, chunk: int = 2048
+    description: Text,
+    values: Mapping[str, torch.Tensor | Quantised],
+    *,
+    dtype: str,
+    pages: int = 64,
+    chunk: int = 2048,
+    kv: str | None = None,
+    index: str | None = None,
+    order: ScaleOrder = "linear",
+    arithmetic: str = "exact",
+    weight_cache_bytes: int | None = None,
 ) -> Engine:
-    """An engine over the reference backend, its pages poisoned."""
-    session = ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1)  # type: ignore[arg-type]
-    graph = trace(description)
-    spec = KVSpec.of(description, dtype, dtype)  # type: ignore[arg-type]
+    """An engine over the reference backend, its pages poisoned. Pages are in the compute dtype unless told."""
+    session = ReferenceBackend(None).open(  # type: ignore[arg-type]
+        device=None, dtype=dtype, rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
+    )
+    spec = KVSpec.of(description, kv or dtype, index or dtype, order)  # type: ignore[arg-type]
+    graph = trace(description, Rounding.of(session.numerics, spec.kv_format, spec.index_format))
     cache = session.kv_layout(spec).allocate(pages)
     cache.poison(range(pages))
     handles = {}
     for call in graph.calls:
         if call.op.weights is not None:
-            slots = {s: Held(t.name, values[t.name]) for s, t in call.op.weights.slots.items()}
+            slots = {s: held(t.name, values[t.name]) for s, t in call.op.weights.slots.items()}
             handles[call.op.weights.name] = session.prepare(call.op, slots)
     return Engine(
         session=session,
@@ -104,10 +212,26 @@ def engine(
     )
 
 
-def naive_logits(description: Text, values: dict[str, torch.Tensor], ids: list[int]) -> np.ndarray:
-    """float64 logits of every position: the graph run node by node with the naive definition of each op."""
-    graph = trace(description)
-    spec = KVSpec.of(description, "float64", "float64")
+def naive_logits(
+    description: Text,
+    values: Mapping[str, torch.Tensor],
+    ids: list[int],
+    *,
+    kv: str = "float64",
+    index: str = "float64",
+    arithmetic: str = "exact",
+    input_scales: Mapping[str, float] | None = None,
+) -> np.ndarray:
+    """float64 logits of every position: the graph run node by node with the naive definition of each op.
+
+    Args:
+        kv, index: formats of the pages: what is written is what the format makes of it.
+        arithmetic: what is quantised besides, see `Naive`.
+        input_scales: name of a w2 -> its input_global_scale.
+    """
+    spec = KVSpec.of(description, kv, index)  # type: ignore[arg-type]
+    naive = Naive(parse(arithmetic), kv, index, input_scales or {})
+    graph = trace(description, Rounding.of(naive.arithmetic, kv, index))
     n, page = len(ids), spec.page_tokens
     count = -(-n // page)
     table = np.arange(count)[::-1].copy()  # physical order is not logical order
@@ -136,9 +260,63 @@ def naive_logits(description: Text, values: dict[str, torch.Tensor], ids: list[i
                 args.append(slots["weight"] if set(slots) == {"weight"} else slots)
             else:
                 args.append(env[next(reads)])
-        for name, value, out in zip(
-            call.writes, call.op.outputs, call.op.spec.naive(call.op.attrs, *args), strict=True
-        ):
+        for name, value, out in zip(call.writes, call.op.outputs, naive(call, args), strict=True):
             env[name] = out
             assert isinstance(value, StateType) or out.ndim == len(value.shape)
     return env[graph.output]
+
+
+@dataclass(frozen=True)
+class Naive:
+    """One op in float64 under an arithmetic and page formats, with the quantisers of tests/support/numerics.py."""
+
+    arithmetic: ArithmeticSpec
+    kv: str
+    index: str
+    input_scales: Mapping[str, float]
+
+    def __call__(self, call: Call, args: list[Any]) -> tuple[Any, ...]:
+        a, op = self.arithmetic, call.op
+        name, naive = op.spec.name, op.spec.naive
+        if name == "linear" and a.linear_activation:
+            (y,) = naive(op.attrs, numerics.mxfp8(args[0]), args[1])
+            return (numerics.bf16(y),)
+        if name == "experts" and (a.expert_input or a.expert_middle):
+            assert op.weights is not None
+            return (self._experts(op.attrs, op.weights, *args),)
+        if name == "kv_write":
+            state, k, v, slots = args
+            heads = np.asarray(v).reshape(k.shape)
+            store = numerics.STORED[self.kv]
+            return naive(op.attrs, state, store(k), store(heads).reshape(v.shape), slots)
+        if name == "index_write":
+            return naive(op.attrs, args[0], numerics.STORED[self.index](args[1]), args[2])
+        if name in ("block_scores", "sparse_attention", "dense_attention"):
+            q, state, *rest = args
+            return naive(op.attrs, numerics.e4m3(q) if a.query else q, self._read(state), *rest)
+        return naive(op.attrs, *args)
+
+    def _read(self, state: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
+        """Pages as the arithmetic's kernels read them; only NVFP4 pages are read in a way of their own."""
+        if self.arithmetic.kv_read == "exact":
+            return state
+        formats = {"k": self.kv, "v": self.kv, "index": self.index}
+        return {
+            key: np.where(np.isnan(x), np.nan, numerics.e4m3(np.nan_to_num(x))) if formats[key[1]] == "nvfp4" else x
+            for key, x in state.items()
+        }
+
+    def _experts(self, attrs: Any, decl: WeightDecl, h: Any, ids: Any, weights: Any, w: Any) -> Any:
+        a, out = self.arithmetic, np.zeros_like(h)
+        first = {"nvfp4-token": numerics.nvfp4_token, "mxfp8": numerics.mxfp8, None: lambda x: x}[a.expert_input]
+        for t in range(len(h)):
+            x = first(h[t : t + 1])[0]
+            for e, p in zip(ids[t], weights[t], strict=True):
+                gate, up = (numerics.bf16(w[f"{m}.{e}"] @ x) for m in ("w1", "w3"))
+                middle = activation(gate, up, attrs)
+                if a.expert_middle == "nvfp4-static":
+                    middle = numerics.nvfp4_static(middle, self.input_scales[decl.slots[f"w2.{e}"].name])
+                elif a.expert_middle:
+                    middle = numerics.mxfp8(middle)
+                out[t] += attrs["routed_scaling_factor"] * p * numerics.bf16(w[f"w2.{e}"] @ middle)
+        return out

@@ -24,7 +24,7 @@ GOOD_BACKEND = """
 from m31.sdk.backend import Backend
 
 class Plugin(Backend):
-    def open(self, *, device, dtype, rank, world):
+    def open(self, *, device, dtype, rank, world, arithmetic, weight_cache_bytes):
         raise NotImplementedError("a test's backend is never opened")
 """
 

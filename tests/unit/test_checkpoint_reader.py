@@ -71,7 +71,6 @@ def test_open_and_load(ckpt: Path) -> None:
     assert (lazy.shape, lazy.dtype, lazy.nbytes) == ((32, 24), torch.float32, 32 * 24 * 4)
     assert lazy.path in shards(ckpt)
     assert lazy.load().shape == (32, 24)
-    checkpoint.require_plain()
 
 
 def test_tensor_of_an_unknown_name(ckpt: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import (
+    edit_config,
     read_shard,
     rewrite,
     tiny_config,
@@ -18,7 +19,7 @@ from checkpoint_helpers import (
 )
 
 from m31 import config
-from m31.checkpoint import Checkpoint, check_finite, expected
+from m31.checkpoint import Checkpoint, QuantizedTensor, check_finite, expected
 from m31.errors import (
     MissingTensor,
     NonFiniteWeight,
@@ -52,11 +53,17 @@ QUANTIZED = {
 }
 
 
+QUANTIZED_WIDTHS: dict[str, Any] = {
+    "torch_dtype": "bfloat16",
+    "intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "dense_intermediate_size": 64,
+}
+
+
 def quantized_folder(folder: Path, **changes: tuple[str, list[int]] | None) -> Path:
     """A quantised tiny folder of zero bytes; `changes` replaces or drops (None) single declarations by name."""
-    mapping = tiny_config(vision=False, torch_dtype="bfloat16", intermediate_size=32) | {
-        "quantization_config": QUANTIZED
-    }
+    mapping = tiny_config(vision=False, **QUANTIZED_WIDTHS) | {"quantization_config": QUANTIZED}
     entries: dict[str, tuple[str, list[int]] | None] = {
         name: (decl.dtypes[0], list(decl.shape))
         for name, decl in expected(config.parse(mapping, where="config.json")).items()
@@ -79,13 +86,21 @@ def quantized_folder(folder: Path, **changes: tuple[str, list[int]] | None) -> P
     return folder
 
 
-def test_quantised_folder_opens_for_inspection_only(tmp_path: Path) -> None:
+def test_quantised_folder_opens(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(quantized_folder(tmp_path / "q"))
-    assert checkpoint.tensor("model.layers.0.self_attn.q_proj.weight").stored_dtype == "F8_E4M3"
-    with pytest.raises(UnsupportedFeature) as caught:
-        checkpoint.require_plain()
-    assert "holds mxfp8 linears and nvfp4 experts" in str(caught.value)
-    assert "this version of m31 loads unquantised checkpoints only" in str(caught.value)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert checkpoint.tensor(name).format == "mxfp8"
+    assert checkpoint.stored(name).stored_dtype == "F8_E4M3"
+    assert name in checkpoint.names
+    assert f"{name}_scale_inv" not in checkpoint.names
+
+
+def test_a_width_that_blocks_do_not_divide_is_refused(tmp_path: Path) -> None:
+    """BUG-46, BUG-58: readers disagree on the last, partial block."""
+    folder = quantized_folder(tmp_path / "q")
+    edit_config(folder, dense_intermediate_size=48)
+    with pytest.raises(UnsupportedFeature, match="layer of dense_mlp has 48 inputs, which mxfp8's blocks of 32 do not"):
+        Checkpoint.open(folder)
 
 
 def test_stored_dtype_decides_whether_index_and_ignored_modules_are_quantised(tmp_path: Path) -> None:
@@ -114,7 +129,10 @@ def test_global_scales_may_be_scalars(tmp_path: Path) -> None:
     """MODEL.md §10.7: both [1] and a scalar occur."""
     name = "model.layers.2.block_sparse_moe.experts.0.w1.weight_global_scale"
     checkpoint = Checkpoint.open(quantized_folder(tmp_path / "q", **{name: ("F32", [])}))
-    assert checkpoint.tensor(name).load().shape == ()
+    assert checkpoint.stored(name).load().shape == ()
+    logical = checkpoint.tensor(name.removesuffix("_global_scale"))
+    assert isinstance(logical, QuantizedTensor)
+    assert logical.parts()["global_scale"].shape == (1,)
 
 
 # --- non-finite weights ---------------------------------------------------------------------------------------------

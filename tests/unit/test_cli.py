@@ -40,7 +40,7 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     ("words", "message"),
     [
         (["rnu"], "unknown command 'rnu'; did you mean 'run'?"),
-        (["xyzzy"], "unknown command 'xyzzy'; commands are run, chat, backends, inspect, demo"),
+        (["xyzzy"], "unknown command 'xyzzy'; commands are run, chat, backends, inspect, convert, demo"),
         (["run", "c", "p", "--temprature", "1"], "unknown flag '--temprature'; did you mean '--temperature'?"),
         (["run", "c", "p", "--top_p=0.5"], "unknown flag '--top_p'; did you mean '--top-p'?"),
         (["run", "c", "p", "--temp", "1"], "unknown flag '--temp'"),  # abbreviations are not accepted
@@ -129,7 +129,8 @@ def test_run_streams_the_answer(fake: FakeModel, capsys: pytest.CaptureFixture[s
 def test_flags_reach_the_library(fake: FakeModel) -> None:
     words = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 3 --stop A --stop B"
     words += " --repetition-penalty 1.1 --presence-penalty 0.2 --ignore-eos"
-    words += " --backend reference --device cpu --dtype float64 --kv-dtype bfloat16 --max-context 512"
+    words += " --backend reference --device cpu --dtype float64 --max-context 512"
+    words += " --kv-dtype fp8 --index-dtype int8 --arithmetic w8a8-mxfp8"
     assert main(["run", *words.split(), "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {
         "max_tokens": 5,
@@ -143,26 +144,16 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
         "presence_penalty": 0.2,
         "ignore_eos": True,
     }
-    options = {
-        "backend": "reference",
-        "device": "cpu",
-        "dtype": "float64",
-        "kv_dtype": "bfloat16",
-        "max_context": 512,
-    }
-    assert fake.loads == [(Path("ckpt"), options)]
+    options = {"backend": "reference", "device": "cpu", "dtype": "float64", "max_context": 512}
+    formats = {"kv_dtype": "fp8", "index_dtype": "int8", "arithmetic": "w8a8-mxfp8"}
+    assert fake.loads == [(Path("ckpt"), options | formats)]
 
 
 def test_flags_not_given_keep_the_librarys_defaults(fake: FakeModel) -> None:
     assert main(["run", "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {}
-    assert fake.loads[0][1] == {
-        "backend": None,
-        "device": None,
-        "dtype": "float32",
-        "kv_dtype": None,
-        "max_context": None,
-    }
+    unset = ("backend", "device", "kv_dtype", "index_dtype", "arithmetic", "max_context")
+    assert fake.loads[0][1] == {"dtype": "float32", **dict.fromkeys(unset)}
 
 
 def test_raw_bypasses_the_template(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,9 +48,9 @@ def test_vision_language_needs_its_sections() -> None:
         ({"attention_quant_algo": "NVFP4"}, "'attention_quant_algo' is 'NVFP4'; expected 'FP8'"),
         ({"kv_cache_quant_algo": "INT8"}, "'kv_cache_quant_algo' is 'INT8'"),
         ({"index_k_quant_type": "fp8"}, "'index_k_quant_type' is 'fp8'; expected 'nvfp4'"),
-        ({"quant_method": "gptq"}, "'quant_method' is 'gptq'; expected 'mxfp8'"),
-        ({"quant_method": "modelopt"}, "is a ModelOpt quantisation"),
-        ({"quant_algo": "MIXED_PRECISION"}, "is a ModelOpt quantisation"),
+        ({"quant_method": "gptq"}, "'quant_method' is 'gptq'; expected 'mxfp8' or 'modelopt'"),
+        ({"quant_method": "modelopt"}, "unknown key 'weight_block_size'"),
+        ({"quant_algo": "MIXED_PRECISION"}, "unknown key 'weight_block_size'"),
         ({"quant_method": None}, "'quant_method' is None"),
     ],
 )

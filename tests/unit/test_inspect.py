@@ -14,20 +14,28 @@ from m31 import config
 from m31.checkpoint import Checkpoint, inspect, random_tensors, render, write
 from m31.errors import NotACheckpoint
 
+# MODEL.md §7.1; ids from 10 on, so that the media tokens have those of `tiny_config`.
+SPECIAL = (
+    *("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>[", "]~b]", "[e~[", "]~!b["),
+    *("]<]minimax[>[", "<mm:think>", "</mm:think>"),
+)
+
 
 @pytest.fixture
 def ckpt(tmp_path: Path) -> Path:
     """A folder with nothing suspicious about it."""
     folder = tiny_folder(tmp_path / "ckpt", mapping=tiny_config())
     tokens = {str(n): {"content": name} for n, name in ((1, "<b>"), (2, "<e>"))}
-    put(folder, "tokenizer.json", {"added_tokens": [{"id": 1, "content": "<b>"}, {"id": 2, "content": "<e>"}]})
+    added = [{"id": 1, "content": "<b>"}, {"id": 2, "content": "<e>"}]
+    added += [{"id": n, "content": name} for n, name in enumerate(SPECIAL, 10)]
+    put(folder, "tokenizer.json", {"added_tokens": added})
     put(
         folder,
         "tokenizer_config.json",
         {"bos_token": "<b>", "eos_token": {"content": "<e>"}, "added_tokens_decoder": tokens},
     )
     put(folder, "generation_config.json", {"bos_token_id": 1, "eos_token_id": [2]})
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "chat_template.jinja").write_text("]~b]{{ messages }}[e~[")
     return folder
 
 
@@ -135,7 +143,7 @@ def test_companion_files(ckpt: Path, name: str, content: str | None, fragment: s
 
 def test_template_inside_tokenizer_config_counts(ckpt: Path) -> None:
     (ckpt / "chat_template.jinja").unlink()
-    put(ckpt, "tokenizer_config.json", {"chat_template": "x"})
+    put(ckpt, "tokenizer_config.json", {"chat_template": "]~b] [e~["})
     assert inspect(ckpt).suspicious == ()
 
 

@@ -17,8 +17,10 @@ from m31 import ops
 from m31.errors import OpRefused
 from m31.ops import Case, OpSpec
 from m31_reference.attention import ATTENTION
+from m31_reference.cache import Store
+from m31_reference.codecs import Plain
 from m31_reference.kernels import KERNELS
-from m31_reference.session import PlainWeights
+from m31_reference.weights import Weights
 
 CASES = [(spec, case) for spec in ops.ALL.values() for case in spec.cases()]
 
@@ -27,14 +29,18 @@ class Pages:
     """The cache interface that the kernels use, over the arrays of a case."""
 
     def __init__(self, state: dict[tuple[int, str], Any], dtype: torch.dtype) -> None:
-        by = {kind: torch.tensor(state[0, kind], dtype=dtype) for _, kind in state}
-        self.k, self.v, self.index = [by.get("k")], [by.get("v")], [by.get("index")]
-        first = by["index"].shape[1] if "index" in by else by["k"].shape[2]
-        self.page_tokens = first
+        self.kinds = [kind for _, kind in state]
+        for kind in self.kinds:
+            values = torch.tensor(state[0, kind], dtype=dtype)
+            values = values[:, None] if kind == "index" else values  # an index key is one head
+            pages, heads, self.page_tokens, dim = values.shape
+            store = Store(Plain(dtype), pages, heads, self.page_tokens, dim, values.device)
+            store.parts["values"].copy_(values)
+            setattr(self, kind, [store])
 
     def arrays(self) -> dict[tuple[int, str], np.ndarray]:
-        parts = {"k": self.k[0], "v": self.v[0], "index": self.index[0]}
-        return {(0, kind): t.double().numpy() for kind, t in parts.items() if t is not None}
+        parts = {kind: getattr(self, kind)[0].parts["values"].double() for kind in self.kinds}
+        return {(0, kind): (t[:, 0] if kind == "index" else t).numpy() for kind, t in parts.items()}
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +64,7 @@ def run(spec: OpSpec, case: Case, dtype: torch.dtype, *, gaps: bool) -> tuple[li
             value = case.inputs[arg.name]
             naive_in.append(value)
             slots = value if isinstance(value, dict) else {"weight": value}
-            weights = PlainWeights({k: torch.tensor(v, dtype=dtype) for k, v in slots.items()})
+            weights = Weights({k: torch.tensor(v, dtype=dtype) for k, v in slots.items()})
         else:
             value = case.inputs[arg.name]
             naive_in.append(value)

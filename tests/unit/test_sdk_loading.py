@@ -163,7 +163,7 @@ def test_m31s_own_gpu_backends_load_and_refuse_to_open(here: Path) -> None:
         backend = load(named(name))
         assert backend.manifest.name == name
         with pytest.raises(BackendRefused, match=f"backend '{name}': {name} claims no ops yet in this release"):
-            backend.open(device=None, dtype="bfloat16", rank=0, world=1)
+            backend.open(device=None, dtype="bfloat16", rank=0, world=1, arithmetic=None, weight_cache_bytes=None)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from m31.graph import RunKernel
 from m31.ops import Attrs
+from m31_reference.cache import Store
 
 Outs = Sequence[Any]
 Ins = Sequence[Any]
@@ -38,13 +39,6 @@ def _spans(cu_q: Tensor, positions: Tensor, tile: int) -> Iterator[tuple[int, in
             row = end
 
 
-def _take(pages: Tensor, ids: list[int]) -> Tensor:
-    """Pages `ids` of a page tensor: a view when they are consecutive, else a copy."""
-    if ids == list(range(ids[0], ids[0] + len(ids))):
-        return pages[ids[0] : ids[0] + len(ids)]
-    return pages[torch.tensor(ids, device=pages.device)]
-
-
 def _block_scores(attrs: Attrs) -> RunKernel:
     layer = attrs["layer"]
 
@@ -55,7 +49,7 @@ def _block_scores(attrs: Attrs) -> RunKernel:
         table = page_table.tolist()
         for s, lo, hi, first, last in _spans(cu_q, positions, TILE):
             blocks = last // page + 1
-            keys = _take(index, table[s][:blocks]).reshape(blocks * page, -1).to(q_ThD.dtype)
+            keys = index.head(table[s][:blocks], 0, q_ThD.dtype)
             q = q_ThD[lo:hi].flatten(0, 1)
             # The tall matrix goes first where the other is a few rows: 2.6 times as fast for one query.
             product = (keys @ q.t()).t() if len(q) < _SKINNY else q @ keys.t()
@@ -112,7 +106,7 @@ def _sparse_attention(attrs: Attrs) -> RunKernel:
                     o_ThN[t] = _one_query(q_ThD[t], k, v, blocks_ThK[t], table, first + t - lo, scale)
                 continue
             visible = last // page + 1
-            causal = torch.arange(visible * page, device=k.device) <= positions[lo:hi, None]
+            causal = torch.arange(visible * page, device=q_ThD.device) <= positions[lo:hi, None]
             everything: Tensor | None = None  # the mask of heads whose queries all selected all blocks
             for h in range(kv_heads):
                 keep = _selected(blocks_ThK[lo:hi, h], visible)
@@ -125,7 +119,7 @@ def _sparse_attention(attrs: Attrs) -> RunKernel:
                     mask = everything
                 else:
                     mask = _additive(_allowed(keep, causal, union, page, valid), q_ThD.dtype)
-                pages = _take(k[:, h], ids), _take(v[:, h], ids)
+                pages = k.head(ids, h, q_ThD.dtype), v.head(ids, h, q_ThD.dtype)
                 o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, valid, mask, scale)
 
     return run
@@ -159,24 +153,24 @@ def _attend(
     mask: Tensor,
     scale: float,
 ) -> Tensor:
-    """Query heads of KV head `head` over `valid` tokens of pages k, v [pages, page, D]; returns [n, heads * D]."""
+    """Query heads of KV head `head` over the first `valid` tokens of k, v [tokens, D]; returns [n, heads * D]."""
     group = q_nhD.shape[1] // kv_heads
     q = q_nhD[:, head * group : (head + 1) * group].transpose(0, 1)
-    k = k.reshape(-1, k.shape[-1])[:valid].to(q.dtype).expand(group, -1, -1)
-    v = v.reshape(-1, v.shape[-1])[:valid].to(q.dtype).expand(group, -1, -1)
+    k = k[:valid].expand(group, -1, -1)
+    v = v[:valid].expand(group, -1, -1)
     o = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None, None], scale=scale)
     return o[0].transpose(0, 1).flatten(1)
 
 
 def _one_query(
-    q_hD: Tensor, k: Tensor, v: Tensor, blocks_hK: Tensor, table: Tensor, position: int, scale: float
+    q_hD: Tensor, k: Store, v: Store, blocks_hK: Tensor, table: Tensor, position: int, scale: float
 ) -> Tensor:
-    """One query over its own blocks; k, v [pages, kv_heads, page, D]. Returns [kv_heads, group * D].
+    """One query over its own blocks. Returns [kv_heads, group * D].
 
     KV heads that selected equally many blocks, up to the same last one, are one batch; that is all of them unless
     scores were NaN or no local block is forced.
     """
-    kv_heads, page = k.shape[1], k.shape[2]
+    kv_heads, page = k.heads, k.page
     counts = (blocks_hK >= 0).sum(-1).tolist()
     lasts = [int(blocks_hK[h, n - 1]) for h, n in enumerate(counts)]
     out = torch.empty(kv_heads, q_hD.numel() // kv_heads, dtype=q_hD.dtype, device=q_hD.device)
@@ -185,11 +179,10 @@ def _one_query(
         alike.setdefault(key, []).append(h)
     for (count, last), members in alike.items():
         valid = count * page - max(0, (last + 1) * page - position - 1)
-        heads = torch.tensor(members, device=k.device)
+        heads = torch.tensor(members, device=q_hD.device)
         rows = (table[blocks_hK[heads, :count]] * kv_heads + heads[:, None]).flatten()
         keys, values = (
-            x.flatten(0, 1).index_select(0, rows).view(len(members), count * page, -1)[:, :valid].to(q_hD.dtype)
-            for x in (k, v)
+            store.rows(rows, q_hD.dtype).view(len(members), count * page, -1)[:, :valid] for store in (k, v)
         )
         q = q_hD.reshape(kv_heads, -1, q_hD.shape[-1])[heads]
         logits = torch.bmm(q, keys.transpose(1, 2)) * scale
@@ -208,7 +201,7 @@ def _dense_attention(attrs: Attrs) -> RunKernel:
             ids = table[s][: last // page + 1]
             mask = _additive(torch.arange(last + 1, device=q_ThD.device) <= positions[lo:hi, None], q_ThD.dtype)
             for h in range(kv_heads):
-                pages = _take(k[:, h], ids), _take(v[:, h], ids)
+                pages = k.head(ids, h, q_ThD.dtype), v.head(ids, h, q_ThD.dtype)
                 o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, last + 1, mask, scale)
 
     return run

@@ -16,7 +16,7 @@ from m31.graph import RunKernel
 from m31.ops import Attrs
 
 if TYPE_CHECKING:
-    from m31_reference.session import PlainWeights
+    from m31_reference.weights import Weights
 
 Maker = Callable[[Attrs], RunKernel]
 Outs = Sequence[Any]
@@ -24,7 +24,7 @@ Ins = Sequence[Any]
 
 
 def _embedding(attrs: Attrs) -> RunKernel:
-    def run(outs: Outs, ins: Ins, w: PlainWeights, workspace: Tensor | None) -> None:
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         outs[0].copy_(w.tensors["weight"][ins[0]])
 
     return run
@@ -37,7 +37,7 @@ def _normalise(x: Tensor, w: Tensor, eps: float) -> Tensor:
 def _gemma_rmsnorm(attrs: Attrs) -> RunKernel:
     eps = attrs["eps"]
 
-    def run(outs: Outs, ins: Ins, w: PlainWeights, workspace: Tensor | None) -> None:
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         outs[0].copy_(_normalise(ins[0], w.tensors["weight"], eps))
 
     return run
@@ -46,7 +46,7 @@ def _gemma_rmsnorm(attrs: Attrs) -> RunKernel:
 def _head_rmsnorm(attrs: Attrs) -> RunKernel:
     eps, heads = attrs["eps"], attrs["heads"]
 
-    def run(outs: Outs, ins: Ins, w: PlainWeights, workspace: Tensor | None) -> None:
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         x_ThD = ins[0].unflatten(1, (heads, -1))
         outs[0].copy_(_normalise(x_ThD, w.tensors["weight"], eps))
 
@@ -79,8 +79,15 @@ def _rope(attrs: Attrs) -> RunKernel:
     return run
 
 
+def _round_bf16(attrs: Attrs) -> RunKernel:
+    def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
+        outs[0].copy_(ins[0].to(torch.bfloat16))
+
+    return run
+
+
 def _linear(attrs: Attrs) -> RunKernel:
-    def run(outs: Outs, ins: Ins, w: PlainWeights, workspace: Tensor | None) -> None:
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         torch.mm(ins[0], w.tensors["weight"].t(), out=outs[0])
 
     return run
@@ -93,9 +100,8 @@ def _kv_write(attrs: Attrs) -> RunKernel:
         cache, k_ThD, v_TC, slots = ins
         page, offset, keep = _places(slots, cache.page_tokens)
         v_ThD = v_TC.unflatten(1, k_ThD.shape[1:])
-        dtype = cache.k[layer].dtype
-        cache.k[layer][page, :, offset] = (k_ThD if keep is None else k_ThD[keep]).to(dtype)
-        cache.v[layer][page, :, offset] = (v_ThD if keep is None else v_ThD[keep]).to(dtype)
+        cache.k[layer].write(page, offset, k_ThD if keep is None else k_ThD[keep])
+        cache.v[layer].write(page, offset, v_ThD if keep is None else v_ThD[keep])
 
     return run
 
@@ -106,8 +112,7 @@ def _index_write(attrs: Attrs) -> RunKernel:
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
         cache, k_T1D, slots = ins
         page, offset, keep = _places(slots, cache.page_tokens)
-        k_TD = k_T1D[:, 0]
-        cache.index[layer][page, offset] = (k_TD if keep is None else k_TD[keep]).to(cache.index[layer].dtype)
+        cache.index[layer].write(page, offset, k_T1D if keep is None else k_T1D[keep])
 
     return run
 
@@ -124,7 +129,7 @@ def _places(slots: Tensor, page_tokens: int) -> tuple[Tensor, Tensor, Tensor | N
 def _router(attrs: Attrs) -> RunKernel:
     topk = attrs["topk"]
 
-    def run(outs: Outs, ins: Ins, w: PlainWeights, workspace: Tensor | None) -> None:
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         score = torch.sigmoid(ins[0] @ w.tensors["weight"].t())
         # A stable sort lets the lower id win a tie; torch.topk leaves that open.
         order = torch.sort(score + w.tensors["bias"], dim=-1, descending=True, stable=True).indices[:, :topk]
@@ -135,7 +140,8 @@ def _router(attrs: Attrs) -> RunKernel:
     return run
 
 
-def _activate(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
+def activate(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
+    """SwiGLU-OAI of gate and up (MODEL.md §2.5), elementwise; no lower clamp on the gate."""
     gate = gate.clamp(max=limit)
     return (up.clamp(min=-limit, max=limit) + beta) * gate * torch.sigmoid(alpha * gate)
 
@@ -144,7 +150,7 @@ def _swiglu_oai(attrs: Attrs) -> RunKernel:
     params = (attrs["alpha"], attrs["beta"], attrs["limit"])
 
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
-        outs[0].copy_(_activate(ins[0], ins[1], *params))
+        outs[0].copy_(activate(ins[0], ins[1], *params))
 
     return run
 
@@ -153,7 +159,7 @@ def _experts(attrs: Attrs) -> RunKernel:
     params = (attrs["alpha"], attrs["beta"], attrs["limit"])
     factor = attrs["routed_scaling_factor"]
 
-    def run(outs: Outs, ins: Ins, w: PlainWeights, workspace: Tensor | None) -> None:
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         h_TC, ids_TK, weights_TK = ins
         out = outs[0].zero_()
         for expert in ids_TK.unique().tolist():
@@ -161,7 +167,7 @@ def _experts(attrs: Attrs) -> RunKernel:
             x = h_TC[token]
             gate = x @ w.tensors[f"w1.{expert}"].t()
             up = x @ w.tensors[f"w3.{expert}"].t()
-            y = _activate(gate, up, *params) @ w.tensors[f"w2.{expert}"].t()
+            y = activate(gate, up, *params) @ w.tensors[f"w2.{expert}"].t()
             out.index_add_(0, token, y * (weights_TK[token, slot] * factor)[:, None])
 
     return run
@@ -187,6 +193,8 @@ KERNELS: dict[str, Maker] = {
     "head_rmsnorm": _head_rmsnorm,
     "rope_table": _rope_table,
     "rope": _rope,
+    "round_channels": _round_bf16,
+    "round_heads": _round_bf16,
     "linear": _linear,
     "lm_head": _linear,
     "kv_write": _kv_write,

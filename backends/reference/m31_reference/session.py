@@ -3,99 +3,167 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from m31.errors import BackendRefused, NonFiniteWeight
+from m31.formats.arithmetic import ArithmeticSpec, parse
 from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, StepClass
-from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Limits, Session
+from m31.sdk.backend import Backend, KVFormat, KVLayout, KVSpec, LazyTensor, Limits, Session
 from m31_reference.attention import ATTENTION
-from m31_reference.cache import PlainLayout
+from m31_reference.cache import PagedLayout
+from m31_reference.emulation import emulated
 from m31_reference.kernels import KERNELS
 from m31_reference.memory import available_host_memory
+from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite
 
 if TYPE_CHECKING:
     from m31.config import Model
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_KV_SHARE = 0.5  # of the memory that is free when the session opens; the rest is for weights still to be touched
-
-
-@dataclass
-class PlainWeights:
-    """Slot -> tensor in the compute dtype; file-backed where the file already has that dtype."""
-
-    tensors: Mapping[str, torch.Tensor]
-    layout_id: str = "plain:v1"
-
-    def dequantise(self) -> dict[str, torch.Tensor]:
-        """See `WeightHandle.dequantise`: the tensors themselves."""
-        return dict(self.tensors)
+_KV_SHARE = 0.5  # of the memory that is free when pages are allocated; the rest is for weights still to be touched
+_WEIGHT_SHARE = 0.25  # of the memory that is free when the session opens, for decoded weights
 
 
 class ReferenceSession(Session):
     """Plain torch in float32, or float64 on request."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, numerics: ArithmeticSpec, weight_cache_bytes: int | None
+    ) -> None:
+        self.device, self.numerics = device, numerics
         self.dtypes = {"model": dtype, "accum": dtype, "int64": torch.int64}
-        name = str(dtype).removeprefix("torch.")
-        self.arithmetic = Arithmetic(operands=name, accumulate=name, output=name)
+        self.compute = str(dtype).removeprefix("torch.")
+        if weight_cache_bytes is None:
+            weight_cache_bytes = int(self._free_memory() * _WEIGHT_SHARE)
+        self.decoded = DecodedCache(weight_cache_bytes)
+        # Projections by storage format. A checkpoint may store some plain: those have plain inputs (MODEL.md §3.7).
+        # One that stores all of them plain is computed as if it were quantised, to imitate or to train.
+        self._stored: dict[str, set[str]] = {"plain": set(), "mxfp8": set(), "nvfp4": set()}
 
     def limits(self, model: Model) -> Limits:
         """The model's own limits; text only, no drafting yet."""
+        others: tuple[KVFormat, ...] = ("float32", "float64", "bfloat16", "fp8", "nvfp4")
+        # Exact pages are the default: the reference defines what is right.
+        kv: tuple[KVFormat, ...] = tuple(sorted(others, key=lambda name: name != self.compute))
         return Limits(
             max_context=model.text.max_position,
-            kv_formats=("float32", "float64", "bfloat16"),
+            kv_formats=kv,
+            index_formats=(*kv, "int8"),
             draft_tokens=0,
             image=False,
             video=False,
         )
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
-        """Every op of the text model, at every step class."""
+        """Every op of the text model, at every step class, in the session's arithmetic."""
+        mixed = bool(self._stored["mxfp8"]) and op.weights is not None and op.weights.name in self._stored["plain"]
+        found = emulated(op, self.numerics, self.compute, plain=mixed)
+        if found is not None:
+            return found
         make = KERNELS.get(op.spec.name) or ATTENTION.get(op.spec.name)
         if make is None:
             return Refusal("the reference does not implement it")
-        return Kernel(make(op.attrs), self.arithmetic, workspace_bytes=0)
+        output = "bfloat16" if op.spec.name.startswith("round_") else self.compute
+        return Kernel(make(op.attrs), Arithmetic(self.compute, self.compute, output), workspace_bytes=0)
 
-    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> PlainWeights:
-        """Load each slot in the compute dtype and refuse values that are not finite.
+    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> Weights:
+        """Check every weight; bring plain ones into the compute dtype and leave quantised ones in their file.
 
-        The check reads every weight once. A NaN that only reached the index branch would not fail later: it would
-        silently select other blocks.
+        A NaN that only reached the index branch would not fail later: it would silently select other blocks. So
+        everything is checked now, except quantised experts, which are checked whenever they are decoded: reading
+        all of them would take longer than most runs, and one that no token reaches cannot do harm (decision 011).
         """
-        return PlainWeights({slot: self._load(tensor) for slot, tensor in slots.items()})
+        experts = op.spec.name == "experts"
+        if op.spec.name == "linear" and op.weights is not None:
+            self._stored[slots["weight"].format].add(op.weights.name)
+        held: dict[str, torch.Tensor] = {}
+        lazy: dict[str, LazyTensor] = {}
+        for slot, tensor in slots.items():
+            if tensor.format != "plain":
+                lazy[slot] = tensor
+                if not experts:
+                    self.decoded.get(tensor, self._decode)
+                continue
+            value = tensor.load()
+            require_finite(value, tensor.name)
+            if experts and value.dtype != self.dtypes["model"]:
+                lazy[slot] = tensor  # 128 experts of a layer are not converted for the few that a token takes
+            else:
+                held[slot] = value.to(device=self.device, dtype=self.dtypes["model"])
+        scales: dict[str, torch.Tensor] = {}
+        if experts and self.numerics.expert_middle == "nvfp4-static":
+            scales = {slot: self._input_scale(tensor) for slot, tensor in slots.items() if slot.startswith("w2.")}
+        return Weights(
+            tensors=Decoded(held, lazy, self.decoded, self._decode),
+            input_scale=scales,
+            formats={slot: tensor.format for slot, tensor in slots.items()},
+        )
 
-    def _load(self, tensor: LazyTensor) -> torch.Tensor:
-        value = tensor.load().to(device=self.device, dtype=self.dtypes["model"])
-        if not bool(torch.isfinite(value.sum())) and not bool(torch.isfinite(value).all()):
-            bad = torch.isfinite(value).logical_not().flatten().nonzero()
-            raise NonFiniteWeight(
-                f"{len(bad)} of {value.numel()} values are NaN or infinite, the first at flat index {int(bad[0])}",
+    def _decode(self, tensor: LazyTensor) -> torch.Tensor:
+        value = tensor.load()
+        require_finite(value, tensor.name)
+        return value.to(device=self.device, dtype=self.dtypes["model"])
+
+    def _input_scale(self, tensor: LazyTensor) -> torch.Tensor:
+        """The static encode scale of the activation that this matrix takes (MODEL.md §3.2)."""
+        part = tensor.parts().get("input_global_scale")
+        if part is None:
+            raise BackendRefused(
+                f"stored {tensor.format}, without input_global_scale",
                 where=f"tensor '{tensor.name}'",
-                fix="the checkpoint is damaged: fetch it again, or run `m31 inspect --deep` for the whole list",
+                expected=f"an NVFP4 tensor: arithmetic '{self.numerics.name}' quantises its input with that scale",
+                fix="choose another arithmetic with --arithmetic",
             )
-        return value
+        scale = part.load().float()
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise NonFiniteWeight(
+                f"input_global_scale is {scale.flatten()[0]:g}",
+                where=f"tensor '{tensor.name}'",
+                expected="a positive finite number",
+            )
+        return scale.to(self.device)
 
     def kv_layout(self, spec: KVSpec) -> KVLayout:
-        """Plain pages."""
-        return PlainLayout(spec, self.device)
+        """Pages of any format, read as the session's arithmetic reads them."""
+        rounded = self.numerics.kv_read == "e4m3"
+        if rounded and spec.kv_format not in ("nvfp4", "fp8"):
+            raise BackendRefused(
+                f"arithmetic '{self.numerics.name}' reads keys and values as E4M3, the pages are {spec.kv_format}",
+                where="backend reference",
+                expected="nvfp4 or fp8 pages",
+                fix="give --kv-dtype nvfp4, or another --arithmetic",
+            )
+        return PagedLayout(spec, self.device, rounded=rounded)
 
     def memory_budget(self) -> int:
         """Half of what is free now."""
+        return int(self._free_memory() * _KV_SHARE)
+
+    def _free_memory(self) -> int:
         if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0] * _KV_SHARE)
-        return int(available_host_memory() * _KV_SHARE)
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return available_host_memory()
 
 
 class ReferenceBackend(Backend):
     """See the package docstring."""
 
-    def open(self, *, device: str | None, dtype: str, rank: int, world: int) -> ReferenceSession:
-        """See `Backend.open`."""
+    def open(
+        self,
+        *,
+        device: str | None,
+        dtype: str,
+        rank: int,
+        world: int,
+        arithmetic: str | None = None,
+        weight_cache_bytes: int | None = None,
+    ) -> ReferenceSession:
+        """See `Backend.open`. The reference's own arithmetic is exact: nothing is quantised but what is stored so.
+
+        `weight_cache_bytes` None is a quarter of the memory that is free now.
+        """
         if dtype not in _DTYPES:
             raise BackendRefused(
                 f"compute dtype '{dtype}' is not served", where="backend reference", expected=" or ".join(_DTYPES)
@@ -111,4 +179,8 @@ class ReferenceBackend(Backend):
                 where="backend reference",
                 fix="use --device cpu, or a device of this torch build",
             ) from error
-        return ReferenceSession(target, _DTYPES[dtype])
+        if weight_cache_bytes is not None and weight_cache_bytes < 0:
+            raise BackendRefused(
+                f"a weight cache of {weight_cache_bytes} bytes", where="backend reference", expected="0 or more"
+            )
+        return ReferenceSession(target, _DTYPES[dtype], parse(arithmetic or "exact"), weight_cache_bytes)

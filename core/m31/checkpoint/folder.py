@@ -91,8 +91,6 @@ def read_files(folder: Path) -> StoredFiles:
         notes.append(f"ignored {listed(strays)}: {by}")  # BUG-103
     if half := _partial(folder):
         notes.append(f"left over from an unfinished download: {listed(half)}")
-    if (folder / "dspark").is_dir():
-        notes.append("dspark/ holds a draft head, which this version does not load")
     paths = {shard: folder / shard for shard in shards}
     headers = tuple(read_header(path) for path in paths.values())
     tensors = _merge(headers, weight_map, paths, index_path)
@@ -122,10 +120,15 @@ def _single(folder: Path) -> str:
     )
 
 
+def is_partial(path: Path) -> bool:
+    """True for the name of an unfinished download."""
+    return path.suffix in _PARTIAL
+
+
 def _partial(folder: Path) -> list[str]:
     cache = folder / ".cache" / "huggingface" / "download"
     places = [folder, cache] if cache.is_dir() else [folder]
-    return sorted(p.name for place in places for p in place.iterdir() if p.suffix in _PARTIAL)
+    return sorted(p.name for place in places for p in place.iterdir() if is_partial(p))
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:

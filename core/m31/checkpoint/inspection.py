@@ -10,8 +10,10 @@ from typing import Any
 
 from m31.checkpoint.counting import KvBytes, kv_bytes_per_token, summarise
 from m31.checkpoint.inventory import GROUPS, text_layer_kinds
-from m31.checkpoint.reader import Checkpoint
+from m31.checkpoint.reader import Checkpoint, TensorFolder
 from m31.checkpoint.suspicion import suspicions
+from m31.config.model import Quantization
+from m31.errors import M31Error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +26,30 @@ class GroupSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftHead:
+    """The draft head in `dspark/`, MODEL.md §1.5."""
+
+    layers: int
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    tensors: int
+    stored_bytes: int
+    quantization: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """Everything that `m31 inspect` prints.
 
     Attributes:
         config_dialect, name_dialect: spelling of config.json and of the tensor names.
         layers: layer kinds in one line.
-        weights: `plain`, or the formats of linears and experts.
+        weights: `plain`, or the formats of linears and experts, and whose dialect.
+        quantization: group -> format -> number of weights; `plain` stands for BF16 and F32.
+        draft: the draft head, None where there is none or it is unusable (which is then among `suspicious`).
         dtypes: stored dtype -> number of tensors; a slice of a stacked tensor counts as one.
         logical, active, active_with_head: parameters, as `m31.checkpoint.counts` defines them.
-        hub_elements: elements as a model hub counts them.
+        hub_elements: elements as a model hub counts them: packed bytes once, scales not at all.
         stored_bytes: bytes of all tensors of the model in this folder.
         groups: rows in the order of MODEL.md §3.7.
         kv_bytes_per_token: cache cost of one token over all layers.
@@ -47,6 +63,8 @@ class Inspection:
     name_dialect: str
     layers: str
     weights: str
+    quantization: Mapping[str, Mapping[str, int]]
+    draft: DraftHead | None
     vision: bool
     context: int
     dtypes: Mapping[str, int]
@@ -87,17 +105,18 @@ def inspect(folder: str | Path, *, deep: bool = False) -> Inspection:
     stored: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()
     for name, decl in checkpoint.declared.items():
-        tensor = checkpoint.tensor(name)
+        tensor = checkpoint.stored(name)
         stored[decl.group] += tensor.nbytes
         dtypes[tensor.stored_dtype] += 1
-    quantization = config.quantization
     return Inspection(
         path=str(checkpoint.folder),
         architecture=config.architecture,
         config_dialect=config.dialect,
         name_dialect=checkpoint.dialect,
         layers=text_layer_kinds(text),
-        weights=f"{quantization.linears} linears, {quantization.experts} experts" if quantization else "plain",
+        weights=_weights(config.quantization),
+        quantization=_formats(checkpoint),
+        draft=_draft(checkpoint),
         vision=config.vision is not None,
         context=text.max_position,
         dtypes=dict(sorted(dtypes.items())),
@@ -106,7 +125,7 @@ def inspect(folder: str | Path, *, deep: bool = False) -> Inspection:
         active_with_head=count.active_with_head,
         hub_elements=count.hub_elements,
         stored_bytes=checkpoint.total_bytes,
-        tensors=len(checkpoint.names),
+        tensors=len(checkpoint.declared),
         groups={
             group: GroupSize(logical=row.logical, bytes=stored[group], tensors=row.tensors)
             for group in GROUPS
@@ -117,6 +136,41 @@ def inspect(folder: str | Path, *, deep: bool = False) -> Inspection:
         notes=checkpoint.notes,
         suspicious=suspicions(checkpoint, deep=deep),
         deep=deep,
+    )
+
+
+def _weights(quantization: Quantization | None) -> str:
+    if quantization is None:
+        return "plain"
+    dialect = " (ModelOpt's names and scales)" if quantization.dialect == "modelopt" else ""
+    return f"{quantization.linears} linears, {quantization.experts} experts{dialect}"
+
+
+_NAMES = {"plain": "plain", "fp8": "mxfp8", "fp4_packed": "nvfp4"}
+
+
+def _formats(folder: TensorFolder) -> dict[str, dict[str, int]]:
+    found: dict[str, Counter[str]] = {}
+    for decl in folder.declared.values():
+        if decl.storage in _NAMES:
+            found.setdefault(decl.group, Counter())[_NAMES[decl.storage]] += 1
+    return {group: dict(sorted(found[group].items())) for group in GROUPS if group in found}
+
+
+def _draft(checkpoint: Checkpoint) -> DraftHead | None:
+    try:
+        draft = checkpoint.draft
+    except M31Error:
+        return None  # `suspicions` says why
+    if draft is None:
+        return None
+    return DraftHead(
+        layers=draft.config.num_layers,
+        block_size=draft.config.block_size,
+        target_layer_ids=draft.config.target_layer_ids,
+        tensors=len(draft.declared),
+        stored_bytes=draft.total_bytes,
+        quantization=_formats(draft),
     )
 
 
@@ -136,6 +190,23 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
+def _draft_lines(draft: DraftHead | None) -> list[str]:
+    if draft is None:
+        return []
+    total: Counter[str] = Counter()
+    for formats in draft.quantization.values():
+        total.update(formats)
+    return [
+        f"  draft head    {draft.layers} layers, {draft.block_size} tokens a block, reads the target's layers "
+        f"{', '.join(map(str, draft.target_layer_ids))}",
+        f"                {_size(draft.stored_bytes)} in {draft.tensors} tensors: {_listed(total)}",
+    ]
+
+
+def _listed(formats: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in formats.items())
+
+
 def render(inspection: Inspection) -> str:
     """Plain text for a terminal, without a trailing newline."""
     it = inspection
@@ -149,10 +220,14 @@ def render(inspection: Inspection) -> str:
         f"                {_amount(it.active)} active per token, {_amount(it.active_with_head)} with the output head",
         f"                {_amount(it.hub_elements)} stored elements without scales",
         f"  stored        {_size(it.stored_bytes)} in {it.tensors:,} tensors, {len(it.files)} file(s)",
+        *_draft_lines(it.draft),
         "",
-        f"  {'group':<16}{'parameters':>20}{'stored':>16}{'tensors':>10}",
+        f"  {'group':<16}{'parameters':>20}{'stored':>16}{'tensors':>10}  formats",
     ]
-    lines += [f"  {name:<16}{g.logical:>20,}{_size(g.bytes):>16}{g.tensors:>10,}" for name, g in it.groups.items()]
+    lines += [
+        f"  {name:<16}{g.logical:>20,}{_size(g.bytes):>16}{g.tensors:>10,}  {_listed(it.quantization[name])}"
+        for name, g in it.groups.items()
+    ]
     lines += ["", f"  {'KV bytes per token':<22}{'K and V':>12}{'index':>12}{'total':>12}"]
     lines += [
         f"  {row.main_format + ' + ' + row.index_format + ' index':<22}{row.main:>12,}{row.index:>12,}{row.total:>12,}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from m31.config.model import Model, Text, Vision, WeightFormat
+from m31.errors import UnsupportedFeature
 
 Group = Literal[
     "routed_experts",
@@ -102,23 +103,36 @@ def plain(shape: tuple[int, ...], group: Group, dtypes: tuple[str, ...], *, norm
     return TensorDecl(shape=shape, dtypes=dtypes, group=group, logical_numel=numel(shape), storage="plain", norm=norm)
 
 
-def _linear(
+def linear(
     out: int, width: int, group: Group, fmt: WeightFormat, dtypes: tuple[str, ...]
 ) -> tuple[tuple[str, TensorDecl], ...]:
-    """Suffixes and declarations of one `y = x W^T` with W [out, width]."""
+    """Suffixes and declarations of one `y = x W^T` with W [out, width].
+
+    Raises:
+        UnsupportedFeature: the format's blocks do not divide the width. Readers disagree on what a scale of a block
+            that is only partly there means (BUG-46, BUG-58), so there is no such file.
+    """
     weight = plain((out, width), group, dtypes)
     if fmt == "plain":
         return ((".weight", weight),)
+    block = MX_BLOCK if fmt == "mxfp8" else NV_GROUP
+    if width % block:
+        raise UnsupportedFeature(
+            f"a linear layer of {group} has {width} inputs, which {fmt}'s blocks of {block} do not divide",
+            where="config.json",
+            expected="a multiple",
+            fix="correct the widths, or use unquantised weights",
+        )
     if fmt == "mxfp8":
-        scale = (out, -(-width // MX_BLOCK))
+        scale = (out, width // MX_BLOCK)
         return (
             (".weight", replace(weight, dtypes=("F8_E4M3",), storage="fp8")),
             (".weight_scale_inv", _side(scale, ("U8", "F8_E8M0"), group, "e8m0_scale")),
         )
-    packed = replace(weight, shape=(out, -(-width // 2)), dtypes=("U8",), storage="fp4_packed")
+    packed = replace(weight, shape=(out, width // 2), dtypes=("U8",), storage="fp4_packed")
     return (
         (".weight_packed", packed),
-        (".weight_scale", _side((out, -(-width // NV_GROUP)), ("F8_E4M3",), group, "fp8_scale")),
+        (".weight_scale", _side((out, width // NV_GROUP), ("F8_E4M3",), group, "fp8_scale")),
         (".weight_global_scale", _side((1,), ("F32",), group, "global_scale")),
         (".input_global_scale", _side((1,), ("F32",), group, "global_scale")),
     )
@@ -156,14 +170,14 @@ def _attention(config: Model, layer: int, stem: str) -> Iterator[tuple[str, Tens
         ("v_proj", text.num_kv_heads * head, hidden),
         ("o_proj", hidden, text.num_heads * head),
     ):
-        for suffix, decl in _linear(out, width, "attention", fmt, floats):
+        for suffix, decl in linear(out, width, "attention", fmt, floats):
             yield f"{stem}.{name}{suffix}", decl
     for name in ("q_norm", "k_norm"):
         yield f"{stem}.{name}.weight", plain((head,), "norms", floats, norm=True)
     if text.attention[layer] == "sparse" and text.sparse is not None:
         msa = text.sparse
         for name, out in (("index_q_proj", msa.num_index_heads * msa.index_dim), ("index_k_proj", msa.index_dim)):
-            for suffix, decl in _linear(out, hidden, "index", fmt, floats):
+            for suffix, decl in linear(out, hidden, "index", fmt, floats):
                 yield f"{stem}.{name}{suffix}", decl
         for name in ("index_q_norm", "index_k_norm"):
             yield f"{stem}.{name}.weight", plain((msa.index_dim,), "norms", floats, norm=True)
@@ -173,7 +187,7 @@ def _mlp(config: Model, stem: str, width: int, group: Group) -> Iterator[tuple[s
     hidden = config.text.hidden_size
     fmt: WeightFormat = config.quantization.linears if config.quantization else "plain"
     for name, out, inner in (("gate_proj", width, hidden), ("up_proj", width, hidden), ("down_proj", hidden, width)):
-        for suffix, decl in _linear(out, inner, group, fmt, _float_dtypes(config)):
+        for suffix, decl in linear(out, inner, group, fmt, _float_dtypes(config)):
             yield f"{stem}.{name}{suffix}", decl
 
 
@@ -189,7 +203,7 @@ def _moe(config: Model, stem: str) -> Iterator[tuple[str, TensorDecl]]:
     parts = [
         (f".{name}{suffix}", decl)
         for name, out, width in (("w1", inner, hidden), ("w3", inner, hidden), ("w2", hidden, inner))
-        for suffix, decl in _linear(out, width, "routed_experts", fmt, floats)
+        for suffix, decl in linear(out, width, "routed_experts", fmt, floats)
     ]
     for expert in range(moe.num_experts):
         head = f"{stem}.experts.{expert}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from m31.checkpoint.inventory import ITEMSIZE, numel
 from m31.errors import CheckpointError, TruncatedShard
@@ -115,6 +115,15 @@ class LazyTensor:
     file: MappedFile = field(repr=False)
     _base: tuple[int, ...] | None = None  # shape in the file, where a slice along an inner dim differs from it
     _narrow: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def format(self) -> Literal["plain"]:
+        """Distinguishes it from `m31.checkpoint.QuantizedTensor`, which has the same interface."""
+        return "plain"
+
+    def parts(self) -> dict[str, LazyTensor]:
+        """The stored tensors by role: only itself, as `weight`."""
+        return {"weight": self}
 
     @property
     def path(self) -> Path:

@@ -63,6 +63,26 @@ def add_official(name: str) -> str:
     return name if is_vision(name) else _OFFICIAL_PREFIX + name
 
 
+_ROUTED = ".experts."  # not `.shared_experts.`
+
+
+def from_modelopt(name: str, dtype: str) -> str:
+    """ModelOpt's name of a part of a quantised tensor, in the spelling of MODEL.md §3; other names are left alone.
+
+    What the part is follows from its suffix and its dtype together: `weight` is packed FP4 only where it is U8, and
+    `weight_scale` belongs to MXFP8 only outside the routed experts. The values of the two global scales are
+    reciprocals of ours; see `m31.checkpoint.logical`.
+    """
+    stem, _, suffix = name.rpartition(".")
+    if suffix == "weight" and dtype == "U8" and _ROUTED in name:
+        return f"{name}_packed"
+    if suffix == "weight_scale" and dtype == "U8" and _ROUTED not in name:
+        return f"{stem}.weight_scale_inv"
+    if suffix in ("weight_scale_2", "input_scale") and _ROUTED in name:
+        return f"{stem}.{'weight' if suffix == 'weight_scale_2' else 'input'}_global_scale"
+    return name
+
+
 def rename(name: str) -> str:
     """The canonical spelling of any stored name. Stacked and fused names stay one name; see `split`."""
     for old, new in _PREFIXES:

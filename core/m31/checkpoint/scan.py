@@ -78,9 +78,9 @@ def check_finite(checkpoint: Checkpoint) -> None:
     Raises:
         NonFiniteWeight: the first tensor, in model order, with a NaN or infinity; names the flat index of the first.
     """
-    for name in checkpoint.names:
-        tensor = checkpoint.tensor(name)
-        for start, values in _chunks(tensor, checkpoint.declared[name]):
+    for name, decl in checkpoint.declared.items():
+        tensor = checkpoint.stored(name)
+        for start, values in _chunks(tensor, decl):
             finite = values.isfinite()
             if not bool(finite.all()):
                 index = int((~finite).nonzero()[0])

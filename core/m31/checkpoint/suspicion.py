@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from m31.checkpoint.companions import companions
+from m31.checkpoint.deep import quantised
 from m31.checkpoint.folder import listed
-from m31.checkpoint.reader import Checkpoint
+from m31.checkpoint.reader import Checkpoint, TensorFolder
 from m31.checkpoint.scan import stats
-from m31.config.jsonfile import read_object
-from m31.errors import ConfigError
+from m31.errors import M31Error
 
-_TOKENIZER_LIMIT = 128 * 2**20  # bytes; a vocabulary of 200,064 needs about 15 MB
 _DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 
 
 def suspicions(checkpoint: Checkpoint, *, deep: bool) -> tuple[str, ...]:
     """All findings; `deep` reads every weight."""
-    findings = [*_config(checkpoint), *_dtypes(checkpoint), *_companions(checkpoint)]
+    findings = [*_config(checkpoint), *_dtypes(checkpoint), *companions(checkpoint)]
     if deep:
-        findings += _weights(checkpoint)
+        findings += [*_weights(checkpoint), *quantised(checkpoint)]
+    try:
+        draft = checkpoint.draft
+    except M31Error as exc:
+        findings.append(f"dspark/ is unusable: {exc}")
+    else:
+        if draft is not None and deep:
+            findings += [f"draft head: {text}" for text in (*_weights(draft), *quantised(draft))]
     return tuple(findings)
 
 
@@ -47,7 +53,7 @@ def _dtypes(checkpoint: Checkpoint) -> Iterator[str]:
     for name, decl in checkpoint.declared.items():
         if decl.storage != "plain":
             continue
-        dtype = checkpoint.tensor(name).stored_dtype
+        dtype = checkpoint.stored(name).stored_dtype
         groups[decl.group].add(dtype)
         # The published router is F32 in a bfloat16 model, so it says nothing.
         differing += declared is not None and dtype != declared and decl.group != "router"
@@ -58,86 +64,7 @@ def _dtypes(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"config.json declares {checkpoint.config.dtype}, but {differing} tensors are stored otherwise"
 
 
-def _companions(checkpoint: Checkpoint) -> Iterator[str]:
-    """Files beside the weights: absent, unreadable, or in disagreement with config.json."""
-    folder = checkpoint.folder
-    loaded: dict[str, dict[str, Any]] = {}
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        path = folder / name
-        if not path.exists():
-            yield f"{name} is missing"
-            continue
-        try:
-            loaded[name] = read_object(path, limit=_TOKENIZER_LIMIT)
-        except ConfigError as exc:
-            yield f"{name} is unusable: {exc}"
-    template = (folder / "chat_template.jinja").exists() or "chat_template" in loaded.get("tokenizer_config.json", {})
-    if not template:
-        yield "no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
-    yield from _special_ids(checkpoint, loaded)
-
-
-def _special_ids(checkpoint: Checkpoint, loaded: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    text = checkpoint.config.text
-    bos = set() if text.bos_token_id is None else {text.bos_token_id}
-    ours: dict[str, set[int]] = {"bos": bos, "eos": set(text.eos_token_ids)}
-    generation = loaded.get("generation_config.json", {})
-    tokenizer_ids = _token_ids(loaded)
-    for kind, expected in ours.items():
-        value = generation.get(f"{kind}_token_id")
-        theirs = _ids(value)
-        if theirs is None:
-            theirs = set()
-            yield f"generation_config.json gives {kind}_token_id {value!r}, which is no token id"
-        elif theirs and expected != theirs:
-            yield f"{kind}_token_id is {_show(expected)} in config.json and {_show(theirs)} in generation_config.json"
-        for token in sorted(theirs):
-            if token >= text.vocab_size:
-                size = text.vocab_size
-                yield f"generation_config.json gives {kind}_token_id {token}, outside the vocabulary of {size}"
-        content = loaded.get("tokenizer_config.json", {}).get(f"{kind}_token")
-        content = content.get("content") if isinstance(content, dict) else content
-        if isinstance(content, str):
-            token_id = tokenizer_ids.get(content)
-            if token_id is None:
-                yield f"tokenizer_config.json names the {kind} token {content!r}, which no tokenizer file defines"
-            elif expected and token_id not in expected:
-                here = _show(expected)
-                yield f"{kind}_token_id is {here} in config.json, but the tokenizer's {content!r} is {token_id}"
-
-
-def _ids(value: object) -> set[int] | None:
-    """Token ids from an int, a list or null; None when it is something else."""
-    values = [] if value is None else value if isinstance(value, list) else [value]
-    ids = {item for item in values if type(item) is int and item >= 0}
-    return ids if all(type(item) is int and item >= 0 for item in values) else None
-
-
-def _show(ids: set[int]) -> str:
-    return " and ".join(map(str, sorted(ids))) if ids else "absent"
-
-
-def _token_ids(loaded: Mapping[str, dict[str, Any]]) -> dict[str, int]:
-    """Special-token text -> id, from whichever tokenizer files exist."""
-    found: dict[str, int] = {}
-    decoder = loaded.get("tokenizer_config.json", {}).get("added_tokens_decoder")
-    for key, entry in decoder.items() if isinstance(decoder, dict) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and key.isdecimal():
-            found[entry["content"]] = int(key)
-    tokenizer = loaded.get("tokenizer.json", {})
-    model = tokenizer.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    for content, token in vocab.items() if isinstance(vocab, dict) else ():
-        if type(token) is int:
-            found.setdefault(content, token)
-    added = tokenizer.get("added_tokens")
-    for entry in added if isinstance(added, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int:
-            found[entry["content"]] = entry["id"]
-    return found
-
-
-def _weights(checkpoint: Checkpoint) -> Iterator[str]:
+def _weights(checkpoint: TensorFolder) -> Iterator[str]:
     """One pass over all weights."""
     bad: list[str] = []
     zero: list[str] = []
@@ -146,7 +73,7 @@ def _weights(checkpoint: Checkpoint) -> Iterator[str]:
     for name, decl in checkpoint.declared.items():
         if decl.storage == "fp4_packed":
             continue
-        found = stats(checkpoint.tensor(name), decl)
+        found = stats(checkpoint.stored(name), decl)
         if found.first_bad is not None:
             bad.append(f"'{name}' ({found.bad_value} at flat index {found.first_bad})")
         elif decl.storage not in ("plain", "fp8"):

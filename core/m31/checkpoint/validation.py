@@ -10,7 +10,7 @@ from typing import NamedTuple
 from m31.checkpoint.folder import listed
 from m31.checkpoint.header import StoredTensor, printable
 from m31.checkpoint.inventory import TensorDecl
-from m31.checkpoint.naming import is_ignored, is_vision, rename, split, strip_official
+from m31.checkpoint.naming import from_modelopt, is_ignored, is_vision, rename, split, strip_official
 from m31.config.model import Dialect, Model
 from m31.errors import DuplicateTensor, MissingTensor, UnexpectedTensor, WrongDtype, WrongShape
 
@@ -48,6 +48,7 @@ def map_names(tensors: Mapping[str, StoredTensor], declared: Mapping[str, Tensor
     twice: list[str] = []
     skipped: dict[str, int] = {}
     dialect: Dialect = "official"
+    modelopt = config.quantization is not None and config.quantization.dialect == "modelopt"
 
     def put(name: str, stored: StoredTensor, shape: tuple[int, ...], start: int) -> None:
         if name in placed:
@@ -57,6 +58,8 @@ def map_names(tensors: Mapping[str, StoredTensor], declared: Mapping[str, Tensor
 
     for stored in tensors.values():
         official = strip_official(stored.name)
+        if modelopt:
+            official = from_modelopt(official, stored.dtype)
         if official in declared:
             put(official, stored, stored.shape, stored.start)
         elif is_ignored(stored.name):
@@ -107,9 +110,18 @@ def validate(
             expected=f"every tensor of {config.architecture}",
             fix="fetch the checkpoint again, or correct the layer lists in config.json",
         )
-    _check_dtypes(mapped.placed, declared, where)
-    _check_shapes(mapped.placed, declared, where)
+    check_forms(mapped.placed, declared, where)
     return declared, notes
+
+
+def check_forms(placed: Mapping[str, Placed], declared: Mapping[str, TensorDecl], where: str) -> None:
+    """Check the dtypes and shapes of tensors whose names are right.
+
+    Raises:
+        WrongDtype, WrongShape: each lists the first offenders and counts all.
+    """
+    _check_dtypes(placed, declared, where)
+    _check_shapes(placed, declared, where)
 
 
 def _unexpected(
@@ -143,11 +155,12 @@ def _unquantised(
     """Modules that a quantised checkpoint keeps in BF16 or F32.
 
     MXFP8 releases differ in whether the index projections are quantised, and `ignored_layers` may name any module:
-    the presence of `weight_scale_inv` decides, tensor by tensor (MODEL.md §3.7, §10.9).
+    the presence of `weight_scale_inv` decides, tensor by tensor (MODEL.md §3.7, §10.9). ModelOpt lists modules by
+    pattern, so there the presence decides for every linear.
     """
     if config.quantization is None:
         return declared, ()
-    ignored = set(config.quantization.ignored)
+    ignored, modelopt = set(config.quantization.ignored), config.quantization.dialect == "modelopt"
     real, kept = dict(declared), 0
     for name, decl in declared.items():
         if decl.storage != "fp8" or name not in mapped.placed:
@@ -155,7 +168,7 @@ def _unquantised(
         scale = f"{name}_scale_inv"
         floating = mapped.placed[name].stored.dtype in _FLOATS
         module = name.removeprefix("model.").removesuffix(".weight")
-        if floating and scale not in mapped.placed and (decl.group == "index" or module in ignored):
+        if floating and scale not in mapped.placed and (modelopt or decl.group == "index" or module in ignored):
             real[name] = replace(decl, dtypes=_FLOATS, storage="plain")
             del real[scale]
             kept += 1

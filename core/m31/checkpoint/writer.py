@@ -18,6 +18,7 @@ from m31.checkpoint.inventory import TensorDecl, expected
 from m31.checkpoint.lazy import stored_dtype
 from m31.checkpoint.naming import add_official
 from m31.checkpoint.reader import Checkpoint
+from m31.checkpoint.workfolder import sync_folder, write_file
 from m31.config import Model, parse
 from m31.config.loading import VISION_LANGUAGE
 from m31.errors import CheckpointError, DuplicateTensor, UnexpectedTensor, UnsupportedFeature, WrongDtype, WrongShape
@@ -52,7 +53,7 @@ def write(
     """
     destination = Path(folder)
     model = parse(config, where="config.json (to be written)")
-    _check_destination(destination)
+    check_destination(destination)
     _check_extra(extra_files)
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}", expected="a positive number of bytes")
@@ -66,7 +67,7 @@ def write(
         Checkpoint.open(staging)  # what we could not read back must not be left behind
         staging.chmod(0o755)
         os.rename(staging, destination)  # replaces an empty folder, fails on any other
-        _sync(destination.parent)
+        sync_folder(destination.parent)
     except OSError as exc:
         raise CheckpointError(
             f"cannot be written ({exc})", where=str(destination), fix="check space and permissions"
@@ -77,7 +78,12 @@ def write(
     return Checkpoint.open(destination)
 
 
-def _check_destination(destination: Path) -> None:
+def check_destination(destination: Path) -> None:
+    """Refuse a destination that holds something.
+
+    Raises:
+        CheckpointError: a folder with content, or no folder at all.
+    """
     if destination.is_dir():
         if any(destination.iterdir()):
             raise CheckpointError(
@@ -117,11 +123,11 @@ def _fill(
         os.rename(staging / _draft(number), staging / final)
         weight_map.update(dict.fromkeys(names, final))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_file(staging / INDEX_NAME, json.dumps(index, indent=1).encode())
-    _write_file(staging / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    write_file(staging / INDEX_NAME, json.dumps(index, indent=1).encode())
+    write_file(staging / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     for name, data in extra_files.items():
-        _write_file(staging / name, data)
-    _sync(staging)
+        write_file(staging / name, data)
+    sync_folder(staging)
 
 
 def _draft(number: int) -> str:
@@ -182,22 +188,6 @@ def _write_shard(path: Path, shard: list[tuple[str, torch.Tensor]]) -> int:
         handle.flush()
         os.fsync(handle.fileno())
     return position
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make renames inside a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def random_tensors(

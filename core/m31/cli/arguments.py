@@ -78,7 +78,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="DEVICE", help="device of the backend (default: the backend decides)")
     group.add_argument("--dtype", metavar="DTYPE", default="float32", help="compute type (default: %(default)s)")
     group.add_argument(
-        "--kv-dtype", metavar="DTYPE", help="format of KV pages and index keys (default: the compute type)"
+        "--kv-dtype", metavar="DTYPE", help="format of keys and values in the pages (default: the backend's)"
+    )
+    group.add_argument("--index-dtype", metavar="DTYPE", help="format of index keys (default: the backend's)")
+    group.add_argument(
+        "--arithmetic", metavar="NAME", help="what is quantised while computing (default: the backend's own)"
     )
     group.add_argument(
         "--max-context", metavar="N", type=_int, help="tokens of context to reserve (default: what fits)"
@@ -137,7 +141,18 @@ def _backends(parser: argparse.ArgumentParser) -> None:
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder")
     parser.add_argument("--json", action="store_true", help="write one JSON document")
-    parser.add_argument("--deep", action="store_true", help="read every weight and look for NaN and infinity")
+    parser.add_argument("--deep", action="store_true", help="read every weight: NaN, infinity, broken scales")
+
+
+def _convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="checkpoint folder of any format that m31 reads")
+    parser.add_argument("destination", metavar="DST", help="folder to create; must not exist or be empty")
+    parser.add_argument(
+        "--format",
+        required=True,
+        choices=("m31", "m3-mxfp8", "bf16"),
+        help="m31: MXFP8 linears and NVFP4 experts; m3-mxfp8: MXFP8 throughout; bf16: unquantised",
+    )
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +166,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "chat": ("talk to a model", _chat),
     "backends": ("list the installed backends and what they say about this machine", _backends),
     "inspect": ("describe a checkpoint folder without running it", _inspect),
+    "convert": ("write a checkpoint in another format", _convert),
     "demo": ("write a small checkpoint with random weights", _demo),
 }
 

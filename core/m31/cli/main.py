@@ -25,6 +25,7 @@ _MODULES = {
     "chat": "m31.cli.chat",
     "backends": "m31.cli.show",
     "inspect": "m31.cli.show",
+    "convert": "m31.cli.convert",
     "demo": "m31.cli.demo",
 }
 

@@ -125,6 +125,8 @@ def open_model(args: argparse.Namespace) -> Model:
         device=args.device,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
+        index_dtype=args.index_dtype,
+        arithmetic=args.arithmetic,
         max_context=args.max_context,
     )
     return model

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from m31.config.draft import Draft
 from m31.config.model import (
     AttentionKind,
     Dialect,
@@ -16,6 +17,7 @@ from m31.config.model import (
     Model,
     Moe,
     Quantization,
+    ScaleDialect,
     SparseAttention,
     SwigluOai,
     Text,
@@ -27,11 +29,13 @@ from m31.config.published import PublishedName, published
 __all__ = [
     "AttentionKind",
     "Dialect",
+    "Draft",
     "MlpKind",
     "Model",
     "Moe",
     "PublishedName",
     "Quantization",
+    "ScaleDialect",
     "SparseAttention",
     "SwigluOai",
     "Text",

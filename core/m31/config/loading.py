@@ -9,6 +9,7 @@ from typing import Any
 from m31.config import rules
 from m31.config.jsonfile import read_object
 from m31.config.model import Dialect, Model, Text, Vision
+from m31.config.modelopt import MODELOPT_FILE, with_modelopt
 from m31.config.official import OfficialText
 from m31.config.quantization import parse_quantization
 from m31.config.saved import SavedText
@@ -42,15 +43,19 @@ def load(folder_or_file: str | Path) -> Model:
     """Read config.json strictly.
 
     Args:
-        folder_or_file: a checkpoint folder, or a config.json.
+        folder_or_file: a checkpoint folder, or a config.json. In a folder, ModelOpt's `hf_quant_config.json` is read
+            as well: older exports keep the quantisation there alone.
 
     Raises:
-        ConfigError: unreadable or invalid JSON, an unknown, missing, contradictory or unsupported key.
+        ConfigError: unreadable or invalid JSON, an unknown, missing, contradictory or unsupported key, or two files
+            that describe different quantisations.
     """
     path = Path(folder_or_file)
-    if path.is_dir():
-        path = path / "config.json"
-    return parse(read_object(path), where=str(path))
+    if not path.is_dir():
+        return parse(read_object(path), where=str(path))
+    model = parse(read_object(path / "config.json"), where=str(path / "config.json"))
+    beside = path / MODELOPT_FILE
+    return with_modelopt(model, read_object(beside), where=str(beside)) if beside.exists() else model
 
 
 def parse(mapping: Mapping[str, Any], *, where: str) -> Model:

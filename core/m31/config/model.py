@@ -94,15 +94,21 @@ class Vision:
 
 
 WeightFormat = Literal["plain", "mxfp8", "nvfp4"]
+ScaleDialect = Literal["official", "modelopt"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """What `quantization_config` says, MODEL.md §1.4."""
+    """What `quantization_config` says, MODEL.md §1.4.
+
+    `dialect` tells whose names and scales the files carry: the official NVFP4 global scales encode (they multiply a
+    weight before it is rounded), ModelOpt's decode (BUG-42, BUG-43).
+    """
 
     linears: WeightFormat  # attention, dense MLP, shared experts
     experts: WeightFormat
     ignored: tuple[str, ...]  # module names kept in BF16/F32, normalised without a leading "model."
+    dialect: ScaleDialect
 
 
 @dataclass(frozen=True, kw_only=True)

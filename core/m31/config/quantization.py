@@ -8,10 +8,9 @@ from typing import Any
 from pydantic import StrictStr
 
 from m31.config.model import Quantization, WeightFormat
+from m31.config.modelopt import is_modelopt, parse_modelopt
 from m31.config.schema import AnyInt, NaturalInt, Strict, shown, validate
 from m31.errors import ConfigError, UnsupportedFeature
-
-_MODELOPT_MARKS = ("quant_algo", "quantized_layers", "exclude_modules", "producer")
 
 
 class _Section(Strict):
@@ -32,13 +31,17 @@ def parse_quantization(section: Mapping[str, Any], *, where: str) -> Quantizatio
     """Decide the stored formats.
 
     The pair `moe_quant_algo`, `moe_quant_format` distinguishes NVFP4 experts from MXFP8 ones; `quant_method` is the
-    same word for both.
+    same word for both. ModelOpt's section is another dialect; see `m31.config.modelopt`.
 
     Raises:
-        UnsupportedFeature: ModelOpt or any format that no published checkpoint of this family has.
+        UnsupportedFeature: any format that no published checkpoint of this family has.
         ConfigError: half of the pair, or a group size without NVFP4 experts.
     """
-    _refuse_other_methods(section, where)
+    if is_modelopt(section):
+        return parse_modelopt(section, where=where)
+    method = section.get("quant_method")
+    if isinstance(method, str) and method != "mxfp8":
+        raise UnsupportedFeature(f"'quant_method' is {shown(method)}", where=where, expected="'mxfp8' or 'modelopt'")
     parsed = validate(_Section, section, where=where)
     _require(parsed.weight_block_size == [1, 32], "weight_block_size", parsed.weight_block_size, "[1, 32]", where)
     _require(parsed.activation_scheme == "dynamic", "activation_scheme", parsed.activation_scheme, "'dynamic'", where)
@@ -51,20 +54,7 @@ def parse_quantization(section: Mapping[str, Any], *, where: str) -> Quantizatio
     experts = _expert_format(parsed, where)
     names = (parsed.ignored_layers or []) + (parsed.modules_to_not_convert or [])
     ignored = tuple(dict.fromkeys(name.removeprefix("model.") for name in names))
-    return Quantization(linears="mxfp8", experts=experts, ignored=ignored)
-
-
-def _refuse_other_methods(section: Mapping[str, Any], where: str) -> None:
-    method = section.get("quant_method")
-    if (isinstance(method, str) and method.startswith("modelopt")) or any(k in section for k in _MODELOPT_MARKS):
-        raise UnsupportedFeature(
-            "is a ModelOpt quantisation, whose tensor names differ and whose scales decode instead of encode",
-            where=where,
-            expected="quant_method 'mxfp8' as MiniMax publishes it",
-            fix="use the vendor's own checkpoint",
-        )
-    if isinstance(method, str) and method != "mxfp8":
-        raise UnsupportedFeature(f"'quant_method' is {shown(method)}", where=where, expected="'mxfp8'")
+    return Quantization(linears="mxfp8", experts=experts, ignored=ignored, dialect="official")
 
 
 def _expert_format(parsed: _Section, where: str) -> WeightFormat:

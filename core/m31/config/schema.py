@@ -28,6 +28,7 @@ MAX_INT = 2**31 - 1  # every size fits a 32-bit index; larger values are damage,
 MAX_LAYERS = 1024  # bounds what a hostile config can make us allocate; MODEL.md has 60 and 32
 MAX_EXPERTS = 4096  # same; MODEL.md has 128
 MAX_BLOCKS = 65_536  # same, for top-k and for the tokens of a block; MODEL.md has 16 and 128
+MAX_EXPERTS_IN_ALL = 65_536  # same, over all layers: each becomes up to 12 declared tensors; MODEL.md has 7,296
 
 
 def _finite(value: object) -> float:

@@ -9,7 +9,7 @@ from m31.config import rules, saved
 from m31.config.model import AttentionKind, MlpKind, Moe, SparseAttention, SwigluOai, Text
 from m31.config.official import OfficialSparse, OfficialText
 from m31.config.saved import SavedRope, SavedText
-from m31.config.schema import shown, validate
+from m31.config.schema import MAX_EXPERTS_IN_ALL, shown, validate
 from m31.errors import ConfigError, UnsupportedFeature
 
 
@@ -41,7 +41,7 @@ def official_text(section: Mapping[str, Any], *, where: str) -> tuple[Text, Offi
         ),
     )
     beta = 1.0 if parsed.swiglu_beta is None else parsed.swiglu_beta
-    rotary = _rotary_dim(parsed.rotary_dim, parsed.partial_rotary_factor, parsed.head_dim, where)
+    rotary = rotary_width(parsed.rotary_dim, parsed.partial_rotary_factor, parsed.head_dim, where)
     text = _assemble(parsed, attention, mlp, msa, beta, parsed.rope_theta, rotary, parsed.n_shared_experts)
     _check_text(text, msa, where)
     return text, parsed
@@ -70,7 +70,7 @@ def saved_text(section: Mapping[str, Any], *, where: str) -> tuple[Text, SavedTe
         local_blocks=parsed.index_local_blocks,
         init_blocks=saved.INIT_BLOCKS,
     )
-    rotary = _rotary_dim(parsed.rotary_dim, rope.partial_rotary_factor, parsed.head_dim, where)
+    rotary = rotary_width(parsed.rotary_dim, rope.partial_rotary_factor, parsed.head_dim, where)
     text = _assemble(parsed, attention, mlp, msa, saved.SWIGLU_BETA, rope.rope_theta, rotary, saved.SHARED_EXPERTS)
     _check_text(text, msa, where)
     return text, parsed
@@ -136,7 +136,7 @@ def _blocks(stem: str, blocks: int | None, tokens: int | None, sparse: OfficialS
     return int(value)
 
 
-def _rotary_dim(rotary: int | None, factor: float | None, head_dim: int, where: str) -> int:
+def rotary_width(rotary: int | None, factor: float | None, head_dim: int, where: str) -> int:
     """Rotated channels per head from one or both spellings; never scaled twice (BUG-13), never in conflict (BUG-14)."""
     if factor is not None:
         product = head_dim * factor
@@ -236,6 +236,12 @@ def _check_text(text: Text, msa: SparseAttention, where: str) -> None:
             "index heads at least as wide as the rotation that they share",
         )
     if text.moe is not None:
+        total = text.moe.num_experts * text.mlp.count("moe")
+        require(
+            total <= MAX_EXPERTS_IN_ALL,
+            f"{text.moe.num_experts} experts on {text.mlp.count('moe')} layers are {total:,}",
+            f"at most {MAX_EXPERTS_IN_ALL:,} experts in all",
+        )
         require(
             text.moe.experts_per_token <= text.moe.num_experts,
             f"{text.moe.experts_per_token} experts per token of {text.moe.num_experts} experts",

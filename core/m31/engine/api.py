@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from m31 import sdk
 from m31.checkpoint import Checkpoint
@@ -12,8 +13,8 @@ from m31.config import Model as ModelConfig
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
 from m31.errors import BackendRefused, MemoryBudgetExceeded, RequestError
-from m31.graph import ModelGraph, WeightHandle, trace
-from m31.sdk.backend import KVCache, KVFormat, KVSpec, Session
+from m31.graph import NO_ROUNDING, ModelGraph, Rounding, WeightHandle, trace
+from m31.sdk.backend import KVCache, KVSpec, Session
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
 
@@ -28,7 +29,10 @@ def load(
     device: str | None = None,
     dtype: str = "float32",
     kv_dtype: str | None = None,
+    index_dtype: str | None = None,
+    arithmetic: str | None = None,
     max_context: int | None = None,
+    weight_cache_bytes: int | None = None,
 ) -> Model:
     """Load a checkpoint folder.
 
@@ -37,8 +41,13 @@ def load(
         backend: a backend's name; None chooses (see `m31 backends`).
         device: passed to the backend; None is its own choice.
         dtype: compute dtype, `float32` or `float64` on the reference.
-        kv_dtype: format of the KV pages and index keys; None is the compute dtype.
+        kv_dtype: format of K and V in the pages; None is the backend's default, the first of its list.
+        index_dtype: format of the index keys; likewise.
+        arithmetic: what else is quantised, a name of `m31.formats.arithmetic`; None is the backend's own. On the
+            reference that is nothing, and other names imitate what a kernel with that arithmetic computes.
         max_context: most tokens of a sequence; None is what model, backend and memory allow.
+        weight_cache_bytes: bytes of decoded weights kept in memory, for a backend that decodes quantised weights while
+            it runs; None is its own choice.
 
     Raises:
         BackendError: no such backend, or it cannot be used here.
@@ -50,7 +59,6 @@ def load(
     decision = sdk.decide(backend)
     name = decision.require().name
     checkpoint = Checkpoint.open(path)
-    checkpoint.require_plain()
     config = checkpoint.config
     text = config.text
     folder = Path(path)
@@ -58,10 +66,14 @@ def load(
     if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
     template = ChatTemplate.find(folder)
-    session = sdk.open_backend(decision).open(device=device, dtype=dtype, rank=0, world=1)
-    graph = trace(text)
-    kv_format = _kv_format(kv_dtype or dtype, session, config, name)
-    spec = KVSpec.of(text, kv_format, kv_format)
+    session = sdk.open_backend(decision).open(
+        device=device, dtype=dtype, rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
+    )
+    limits = session.limits(config)
+    kv_format = _choose("KV", kv_dtype, limits.kv_formats, name)
+    index_format = _choose("index key", index_dtype, limits.index_formats, name)
+    spec = KVSpec.of(text, kv_format, index_format)
+    graph = trace(text, _rounding(session, spec))
     cap, cache = _allocate(session, config, spec, max_context, name)
     handles = _prepare(session, graph, checkpoint)
     engine = Engine(
@@ -76,7 +88,13 @@ def load(
     return Model(
         config=config,
         decision=decision,
-        formats={"weights": _weight_format(graph, checkpoint), "kv": kv_format, "index": kv_format, "compute": dtype},
+        formats={
+            "weights": _weight_format(graph, checkpoint),
+            "kv": kv_format,
+            "index": index_format,
+            "compute": dtype,
+            "arithmetic": session.numerics.name,
+        },
         engine=engine,
         cap=cap,
         tokenizer=tokenizer,
@@ -85,12 +103,24 @@ def load(
     )
 
 
-def _kv_format(name: str, session: Session, config: ModelConfig, who: str) -> KVFormat:
-    served = session.limits(config).kv_formats
+F = TypeVar("F", bound=str)
+
+
+def _choose(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
+    """The format asked for if it is served; without a wish the first, which is the backend's default."""
+    if name is None:
+        return served[0]
     for known in served:
         if known == name:
             return known
-    raise BackendRefused(f"KV format '{name}' is not served", where=f"backend {who}", expected=" or ".join(served))
+    raise BackendRefused(f"{what} format '{name}' is not served", where=f"backend {who}", expected=" or ".join(served))
+
+
+def _rounding(session: Session, spec: KVSpec) -> Rounding:
+    """What the graph rounds to BF16 before it is quantised; nothing where activations are BF16 already."""
+    if str(session.dtypes["model"]) == "torch.bfloat16":
+        return NO_ROUNDING
+    return Rounding.of(session.numerics, spec.kv_format, spec.index_format)
 
 
 def _allocate(
@@ -138,6 +168,7 @@ def _weight_format(graph: ModelGraph, checkpoint: Checkpoint) -> str:
     """The storage formats of the text model's weights, most elements first."""
     sizes: dict[str, int] = {}
     for tensor in graph.tensors():
-        stored = str(checkpoint.tensor(tensor.name).dtype).removeprefix("torch.")
+        source = checkpoint.tensor(tensor.name)
+        stored = source.format if source.format != "plain" else str(source.dtype).removeprefix("torch.")
         sizes[stored] = sizes.get(stored, 0) + math.prod(tensor.shape)
     return "+".join(sorted(sizes, key=lambda name: -sizes[name]))

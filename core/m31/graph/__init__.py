@@ -12,10 +12,12 @@ from m31.graph.plan import (
     WeightHandle,
     bind,
 )
+from m31.graph.rounding import NO_ROUNDING, Rounding
 from m31.graph.step import StepBatch, StepClass, StepSize
 from m31.graph.trace import STEP_INPUTS, Call, ModelGraph, OpInstance, infer, trace
 
 __all__ = [
+    "NO_ROUNDING",
     "STEP_INPUTS",
     "Arithmetic",
     "Binder",
@@ -27,6 +29,7 @@ __all__ = [
     "OpInstance",
     "Plan",
     "Refusal",
+    "Rounding",
     "RunKernel",
     "StepBatch",
     "StepClass",

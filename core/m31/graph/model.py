@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from m31 import ops
 from m31.config import Moe, SparseAttention, Text
 from m31.errors import GraphError
+from m31.graph.rounding import Rounding
 from m31.ops.moe import expert_slots
 
 D = TypeVar("D")
@@ -48,16 +49,17 @@ class Step:
         return self.positions, self.cu_q, self.seq_lens, self.page_table
 
 
-def text_model(m: Text, step: Step, kv: Any, w: Declare) -> tuple[Any, Any]:
+def text_model(m: Text, step: Step, kv: Any, w: Declare, r: Rounding) -> tuple[Any, Any]:
     """Logits [R,V] of the rows in `step.out_rows`, and the cache after the step."""
     cos_TD, sin_TD = ops.rope_table(step.positions, theta=m.rope_theta, rotary_dim=m.rotary_dim)
     x_TC = ops.embedding(step.tokens, w.matrix("model.embed_tokens", m.vocab_size, m.hidden_size, "vocab", None))
     for layer in range(m.num_layers):
         at = f"model.layers.{layer}"
-        h_TC = _norm(m, x_TC, f"{at}.input_layernorm", w)
-        attended_TC, kv = _attention(m, layer, h_TC, (cos_TD, sin_TD), step, kv, w)
+        h_TC = _rounded(r.linear, _norm(m, x_TC, f"{at}.input_layernorm", w))
+        attended_TC, kv = _attention(m, layer, h_TC, (cos_TD, sin_TD), step, kv, w, r)
         x_TC = ops.add(x_TC, attended_TC)
-        h_TC = _norm(m, x_TC, f"{at}.post_attention_layernorm", w)
+        quantised = r.linear or (r.experts and m.mlp[layer] != "dense")
+        h_TC = _rounded(quantised, _norm(m, x_TC, f"{at}.post_attention_layernorm", w))
         if m.mlp[layer] == "dense":
             mixed_TC = _mlp(m, h_TC, f"{at}.mlp", m.dense_intermediate_size, w)
         else:
@@ -68,31 +70,41 @@ def text_model(m: Text, step: Step, kv: Any, w: Declare) -> tuple[Any, Any]:
 
 
 def _attention(
-    m: Text, layer: int, h_TC: Any, table: tuple[Any, Any], step: Step, kv: Any, w: Declare
+    m: Text, layer: int, h_TC: Any, table: tuple[Any, Any], step: Step, kv: Any, w: Declare, r: Rounding
 ) -> tuple[Any, Any]:
     """MODEL.md §2.3 and §2.4. This step's K and V are read back through pages only, after the write."""
     at = f"model.layers.{layer}.self_attn"
-    q_ThD = _head_projection(m, h_TC, f"{at}.q", m.num_heads, m.head_dim, "heads", table, w)
-    k_ThD = _head_projection(m, h_TC, f"{at}.k", m.num_kv_heads, m.head_dim, "kv_heads", table, w)
+    q_ThD = _head_projection(m, h_TC, f"{at}.q", m.num_heads, m.head_dim, "heads", table, w, r.query)
+    k_ThD = _head_projection(m, h_TC, f"{at}.k", m.num_kv_heads, m.head_dim, "kv_heads", table, w, r.kv)
     v_TC = ops.linear(h_TC, w.matrix(f"{at}.v_proj", m.num_kv_heads * m.head_dim, m.hidden_size, "kv_heads", None))
-    kv = ops.kv_write(kv, k_ThD, v_TC, step.slot_map, layer=layer)
+    kv = ops.kv_write(kv, k_ThD, _rounded(r.kv, v_TC), step.slot_map, layer=layer)
     attrs = {"layer": layer, "kv_heads": m.num_kv_heads, "scale": m.head_dim**-0.5}
     if m.attention[layer] == "sparse":
-        blocks_ThK, kv = _select_blocks(m, _require(m.sparse, "sparse", layer), layer, h_TC, table, step, kv, w)
+        blocks_ThK, kv = _select_blocks(m, _require(m.sparse, "sparse", layer), layer, h_TC, table, step, kv, w, r)
         o_TC = ops.sparse_attention(q_ThD, kv, blocks_ThK, *step.context, **attrs)
     else:
         o_TC = ops.dense_attention(q_ThD, kv, *step.context, **attrs)
     out = w.matrix(f"{at}.o_proj", m.hidden_size, m.num_heads * m.head_dim, None, "heads")
-    return ops.linear(o_TC, out), kv
+    return ops.linear(_rounded(r.linear, o_TC), out), kv
 
 
 def _select_blocks(
-    m: Text, s: SparseAttention, layer: int, h_TC: Any, table: tuple[Any, Any], step: Step, kv: Any, w: Declare
+    m: Text,
+    s: SparseAttention,
+    layer: int,
+    h_TC: Any,
+    table: tuple[Any, Any],
+    step: Step,
+    kv: Any,
+    w: Declare,
+    r: Rounding,
 ) -> tuple[Any, Any]:
     """The index branch: index head i chooses the blocks of KV head i."""
     at = f"model.layers.{layer}.self_attn"
-    iq_ThD = _head_projection(m, h_TC, f"{at}.index_q", s.num_index_heads, s.index_dim, "index_heads", table, w)
-    ik_ThD = _head_projection(m, h_TC, f"{at}.index_k", 1, s.index_dim, None, table, w)
+    iq_ThD = _head_projection(
+        m, h_TC, f"{at}.index_q", s.num_index_heads, s.index_dim, "index_heads", table, w, r.query
+    )
+    ik_ThD = _head_projection(m, h_TC, f"{at}.index_k", 1, s.index_dim, None, table, w, r.index)
     kv = ops.index_write(kv, ik_ThD, step.slot_map, layer=layer)
     scores_ThP = ops.block_scores(iq_ThD, kv, *step.context, layer=layer)
     blocks_ThK = ops.block_select(
@@ -107,12 +119,21 @@ def _select_blocks(
 
 
 def _head_projection(
-    m: Text, h_TC: Any, at: str, heads: int, dim: int, axis: str | None, table: tuple[Any, Any], w: Declare
+    m: Text,
+    h_TC: Any,
+    at: str,
+    heads: int,
+    dim: int,
+    axis: str | None,
+    table: tuple[Any, Any],
+    w: Declare,
+    quantised: bool,
 ) -> Any:
-    """Projection, per-head norm, RoPE: the same for q, k, index q and index k."""
+    """Projection, per-head norm, RoPE: the same for q, k, index q and index k. Rounded once, after RoPE (§2.3)."""
     x_TC = ops.linear(h_TC, w.matrix(f"{at}_proj", heads * dim, m.hidden_size, axis, None))
     x_ThD = ops.head_rmsnorm(x_TC, w.vector(f"{at}_norm", dim), eps=m.rms_norm_eps, heads=heads)
-    return ops.rope(x_ThD, *table)
+    x_ThD = ops.rope(x_ThD, *table)
+    return ops.round_heads(x_ThD) if quantised else x_ThD
 
 
 def _moe(m: Text, moe: Moe, h_TC: Any, at: str, w: Declare) -> Any:
@@ -156,6 +177,11 @@ def _mlp(m: Text, h_TC: Any, at: str, inner: int, w: Declare) -> Any:
     up_TC = ops.linear(h_TC, w.matrix(f"{at}.up_proj", inner, m.hidden_size, "ff", None))
     act_TC = ops.swiglu_oai(gate_TC, up_TC, **_activation(m))
     return ops.linear(act_TC, w.matrix(f"{at}.down_proj", m.hidden_size, inner, None, "ff"))
+
+
+def _rounded(quantised: bool, x_TC: Any) -> Any:
+    """`x` as it is quantised from; a graph in which nothing quantises it has no node here."""
+    return ops.round_channels(x_TC) if quantised else x_TC
 
 
 def _norm(m: Text, x_TC: Any, name: str, w: Declare) -> Any:

@@ -16,6 +16,7 @@ from torch import fx
 from m31.config import Text
 from m31.errors import GraphError, OpRefused
 from m31.graph.model import Step, text_model
+from m31.graph.rounding import NO_ROUNDING, Rounding
 from m31.ops import Attrs, OpSpec, StateType, TensorDecl, TensorType, ValueType, WeightDecl
 
 STEP_INPUTS: dict[str, TensorType] = {
@@ -112,8 +113,13 @@ def _placeholder(graph: fx.Graph, tracer: fx.proxy.TracerBase, name: str, value:
     return fx.Proxy(node, tracer)
 
 
-def trace(text: Text) -> ModelGraph:
+def trace(text: Text, rounding: Rounding = NO_ROUNDING) -> ModelGraph:
     """The checked graph of a text model.
+
+    Args:
+        text: the description.
+        rounding: which values are rounded to BF16 because a format or an arithmetic quantises them. None are when
+            nothing is quantised, so that the exact graph has no node for it.
 
     Raises:
         GraphError: the description is inconsistent.
@@ -123,7 +129,7 @@ def trace(text: Text) -> ModelGraph:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     step = Step(**{name: _placeholder(graph, tracer, name, t) for name, t in STEP_INPUTS.items()})
     kv = _placeholder(graph, tracer, "kv", StateType("kv"))
-    logits, kv_after = text_model(text, step, kv, _Declare(graph, tracer))
+    logits, kv_after = text_model(text, step, kv, _Declare(graph, tracer), rounding)
     graph.output((logits.node, kv_after.node))
     return infer(graph)
 

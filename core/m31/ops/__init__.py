@@ -7,6 +7,7 @@ from m31.ops.linear import linear, lm_head
 from m31.ops.moe import experts, router, swiglu_oai
 from m31.ops.norm import gemma_rmsnorm, head_rmsnorm
 from m31.ops.rope import rope, rope_table
+from m31.ops.rounding import round_channels, round_heads
 from m31.ops.select import block_scores, block_select
 from m31.ops.spec import Arg, Attrs, Case, OpSpec, StateType, TensorDecl, TensorType, ValueType, WeightDecl
 
@@ -18,6 +19,8 @@ ALL: dict[str, OpSpec] = {
         head_rmsnorm,
         rope_table,
         rope,
+        round_channels,
+        round_heads,
         linear,
         kv_write,
         index_write,
@@ -60,6 +63,8 @@ __all__ = [
     "lm_head",
     "rope",
     "rope_table",
+    "round_channels",
+    "round_heads",
     "router",
     "sparse_attention",
     "swiglu_oai",

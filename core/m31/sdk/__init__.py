@@ -13,7 +13,7 @@ from m31.sdk.version import API_VERSION
 
 if TYPE_CHECKING:
     from m31.sdk.awaiting import AwaitingKernels
-    from m31.sdk.backend import Backend, KVCache, KVLayout, KVSpec, LazyTensor, Limits, Session
+    from m31.sdk.backend import Backend, ExportedPages, KVCache, KVLayout, KVSpec, LazyTensor, Limits, Session
     from m31.sdk.choosing import decide, open_backend, refresh, this_machine, use
     from m31.sdk.discovery import Candidate, Policy, discover
     from m31.sdk.inventory import Cpu, Device, Inventory
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "awaiting": ("AwaitingKernels",),
-    "backend": ("Backend", "KVCache", "KVLayout", "KVSpec", "LazyTensor", "Limits", "Session"),
+    "backend": ("Backend", "ExportedPages", "KVCache", "KVLayout", "KVSpec", "LazyTensor", "Limits", "Session"),
     "choosing": ("decide", "open_backend", "refresh", "this_machine", "use"),
     "discovery": ("Candidate", "Policy", "discover"),
     "inventory": ("Cpu", "Device", "Inventory"),
@@ -41,6 +41,7 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "API_VERSION",
     "AwaitingKernels",
     "Backend",
+    "ExportedPages",
     "KVCache",
     "KVLayout",
     "KVSpec",

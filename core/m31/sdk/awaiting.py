@@ -14,7 +14,16 @@ class AwaitingKernels(Backend):
     Selection never chooses a manifest with `ops = []`; this is what a direct call meets.
     """
 
-    def open(self, *, device: str | None, dtype: str, rank: int, world: int) -> NoReturn:
+    def open(
+        self,
+        *,
+        device: str | None,
+        dtype: str,
+        rank: int,
+        world: int,
+        arithmetic: str | None,
+        weight_cache_bytes: int | None,
+    ) -> NoReturn:
         """Refuse.
 
         Raises:

@@ -8,17 +8,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from m31.config import Model, Text
+    from m31.formats.arithmetic import ArithmeticSpec
+    from m31.formats.layout import ScaleOrder
     from m31.graph import BoundGraph, Kernel, OpInstance, Plan, Refusal, StepClass, WeightHandle
     from m31.sdk.manifest import Manifest
 
-KVFormat = Literal["float64", "float32", "bfloat16"]
-KV_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+KVFormat = Literal["float64", "float32", "bfloat16", "fp8", "nvfp4"]
+IndexFormat = Literal["float64", "float32", "bfloat16", "fp8", "nvfp4", "int8"]
+_PLAIN_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "fp8": 1}
+_NVFP4_GROUP = 16
+
+
+def vector_bytes(name: str, dim: int) -> int:
+    """Bytes of one stored key or value vector of `dim` elements: MODEL.md §3.3.
+
+    NVFP4 is half a byte per element and one scale byte per 16; int8 is a byte per element and a float32 scale per key.
+    FP8 pages have no scale: K and V are stored at unit scale (§3.5, BUG-8).
+    """
+    if name == "nvfp4":
+        return dim // 2 + dim // _NVFP4_GROUP
+    return dim + 4 if name == "int8" else dim * _PLAIN_BYTES[name]
 
 
 class LazyTensor(Protocol):
@@ -32,8 +48,24 @@ class LazyTensor(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Logical shape."""
 
+    @property
+    def format(self) -> str:
+        """How it is stored: `plain`, `mxfp8` or `nvfp4`."""
+
     def load(self) -> torch.Tensor:
-        """The values, mapped from the file where the storage allows it; never written to."""
+        """The values: plain ones mapped from the file where the storage allows it and never written to, quantised
+        ones decoded to float32."""
+
+    def parts(self) -> Mapping[str, StoredPart]:
+        """The stored tensors of a quantised weight by role: `codes` or `packed`, `scale`, `global_scale`,
+        `input_global_scale`; a plain one has itself as `weight`."""
+
+
+class StoredPart(Protocol):
+    """One stored tensor of a quantised weight."""
+
+    def load(self) -> torch.Tensor:
+        """Its elements as stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +77,9 @@ class KVSpec:
         kv_heads, head_dim, index_dim: sizes per token.
         page_tokens: tokens of a page; equals the sparse block size.
         kv_format, index_format: storage formats.
+        v_scale_order: order of the V scales inside an NVFP4 page (MODEL.md §3.4): the two decode to the same values
+            and are different layouts. K scales are linear in both. It has no meaning for other formats.
+        head_shard: (index, count): which part of the model's KV heads this is.
     """
 
     indexed: tuple[bool, ...]
@@ -53,10 +88,39 @@ class KVSpec:
     index_dim: int
     page_tokens: int
     kv_format: KVFormat
-    index_format: KVFormat
+    index_format: IndexFormat
+    v_scale_order: ScaleOrder = "linear"
+    head_shard: tuple[int, int] = (0, 1)
+
+    @property
+    def main_bytes(self) -> int:
+        """Bytes of K and V of one token over all layers, MODEL.md §3.3."""
+        return 2 * self.kv_heads * vector_bytes(self.kv_format, self.head_dim) * len(self.indexed)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index keys of one token over all layers that have one."""
+        return vector_bytes(self.index_format, self.index_dim) * sum(self.indexed)
+
+    def name(self, maker: str, version: int) -> str:
+        """A layout id: KV format x index format x head shard x version, and the geometry that the bytes depend on.
+
+        Args:
+            maker: who orders the bytes; pages of two makers are not interchangeable (MODEL.md §3.4).
+            version: of that order.
+        """
+        order = f"/v-scales-{self.v_scale_order}" if self.kv_format == "nvfp4" else ""
+        index = "".join("i" if has else "-" for has in self.indexed)
+        return (
+            f"{maker}:v{version}:kv={self.kv_format}{order}:index={self.index_format}"
+            f":heads={self.kv_heads}x{self.head_dim},shard{self.head_shard[0]}of{self.head_shard[1]}"
+            f":page={self.page_tokens}:index_dim={self.index_dim}:layers={_runs(index)}"
+        )
 
     @classmethod
-    def of(cls, text: Text, kv_format: KVFormat, index_format: KVFormat) -> KVSpec:
+    def of(
+        cls, text: Text, kv_format: KVFormat, index_format: IndexFormat, v_scale_order: ScaleOrder = "linear"
+    ) -> KVSpec:
         """The spec of a text model."""
         return cls(
             indexed=tuple(kind == "sparse" for kind in text.attention),
@@ -66,7 +130,13 @@ class KVSpec:
             page_tokens=text.sparse.block_size if text.sparse else DENSE_PAGE_TOKENS,
             kv_format=kv_format,
             index_format=index_format,
+            v_scale_order=v_scale_order,
         )
+
+
+def _runs(kinds: str) -> str:
+    """`iii--` as `3i2-`: sixty layers stay readable."""
+    return "".join(f"{len(list(group))}{kind}" for kind, group in groupby(kinds))
 
 
 DENSE_PAGE_TOKENS = 128  # page size of a model without a sparse layer, where no block size says it
@@ -83,6 +153,21 @@ class KVLayout(ABC):
         """A cache of `pages` pages, contents undefined."""
 
 
+@dataclass(frozen=True, eq=False)
+class ExportedPages:
+    """Whole pages outside a cache: the stored bytes, under the name of their layout (BUG-71).
+
+    Args:
+        layout_id: of the cache that they come from.
+        count: pages.
+        tensors: component name -> tensor whose first dimension is `count`; stored codes, nothing decoded.
+    """
+
+    layout_id: str
+    count: int
+    tensors: Mapping[str, torch.Tensor]
+
+
 class KVCache(ABC):
     """Allocated pages."""
 
@@ -91,23 +176,38 @@ class KVCache(ABC):
 
     @abstractmethod
     def poison(self, pages: Sequence[int]) -> None:
-        """Fill pages with NaN, so that reading a token that was never written shows (BUG-5)."""
+        """Make every token of these pages read as NaN, so that reading one that was never written shows (BUG-5)."""
 
     @abstractmethod
     def read(self, layer: int, page: int) -> dict[str, torch.Tensor]:
-        """Copies of one page of one layer: `k` and `v` [kv_heads, page_tokens, head_dim], `index` [page_tokens, D]."""
+        """One page of one layer, decoded exactly: `k` and `v` [kv_heads, page_tokens, head_dim], `index`
+        [page_tokens, D]; in the storage dtype where that is a plain one, else float32."""
 
     @abstractmethod
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages of all layers, source[i] to target[i]."""
 
+    @abstractmethod
+    def export(self, pages: Sequence[int]) -> ExportedPages:
+        """Copies of whole pages of all layers, as stored, with the layout id."""
+
+    @abstractmethod
+    def import_(self, exported: ExportedPages, pages: Sequence[int]) -> None:
+        """Write exported pages over `pages`, in order.
+
+        Raises:
+            LayoutMismatch: the id is not this cache's, or the tensors are not what that id says; nothing was written.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a session serves for a model; the core enforces it with named errors."""
+    """What a session serves for a model; the core enforces it with named errors. The first format of each list is the
+    default, as in the manifest."""
 
     max_context: int  # tokens
     kv_formats: tuple[KVFormat, ...]
+    index_formats: tuple[IndexFormat, ...]
     draft_tokens: int
     image: bool
     video: bool
@@ -118,6 +218,7 @@ class Session(ABC):
 
     device: torch.device
     dtypes: Mapping[str, torch.dtype]  # what the op dtypes `model`, `accum` and `int64` are here
+    numerics: ArithmeticSpec  # what is quantised besides stored weights and pages; kernels declare it one by one
 
     @abstractmethod
     def limits(self, model: Model) -> Limits:
@@ -153,9 +254,26 @@ class Backend(ABC):
         self.manifest = manifest
 
     @abstractmethod
-    def open(self, *, device: str | None, dtype: str, rank: int, world: int) -> Session:
-        """Open the backend. `device` None means the backend's own choice; `dtype` is the compute dtype.
+    def open(
+        self,
+        *,
+        device: str | None,
+        dtype: str,
+        rank: int,
+        world: int,
+        arithmetic: str | None,
+        weight_cache_bytes: int | None,
+    ) -> Session:
+        """Open the backend.
+
+        Args:
+            device: None means the backend's own choice.
+            dtype: the compute dtype.
+            rank, world: which device of how many.
+            arithmetic: a name of `m31.formats.arithmetic`; None means the backend's own.
+            weight_cache_bytes: bytes of decoded weights to keep at most, for a backend that decodes quantised weights
+                while it runs; None means its own choice. A backend that does not must refuse a number.
 
         Raises:
-            BackendRefused: this device, dtype or topology is not served here; says why.
+            BackendRefused: this device, dtype, topology, arithmetic or cache is not served here; says why.
         """

@@ -24,6 +24,7 @@ FILE_NAME = "backend.toml"
 WeightFormat = Literal["float32", "bfloat16", "mxfp8", "nvfp4"]
 ExpertArithmetic = Literal["float64", "float32", "bfloat16", "mxfp8", "nvfp4", "w4a16"]
 CacheFormat = Literal["float64", "float32", "bfloat16", "fp8", "nvfp4"]
+IndexFormat = Literal["float64", "float32", "bfloat16", "fp8", "nvfp4", "int8"]  # int8 has one float32 scale per key
 ConformanceLevel = Literal["none", "L0", "L1", "L2", "L3", "L4"]
 DeviceKind = Literal["cpu", "gpu", "probe"]
 
@@ -83,7 +84,7 @@ class Formats(_Strict):
     weights: Annotated[tuple[WeightFormat, ...], Field(min_length=1)]  # as stored in the checkpoint
     experts: Annotated[tuple[ExpertArithmetic, ...], Field(min_length=1)]  # how routed experts are computed
     kv: Annotated[tuple[CacheFormat, ...], Field(min_length=1)]
-    index: Annotated[tuple[CacheFormat, ...], Field(min_length=1)]  # index keys of sparse attention
+    index: Annotated[tuple[IndexFormat, ...], Field(min_length=1)]  # index keys of sparse attention
 
 
 class DeclaredLimits(_Strict):

@@ -1,0 +1,230 @@
+"""`convert`: one checkpoint to another format, tensor by tensor, in constant memory; resumable and atomic.
+
+Quantised weights are decoded exactly and rounded once by the target's rule; a weight that has the target's format
+already is copied. bf16 -> m31 -> bf16 therefore gives the values that the m31 folder decodes to, rounded to BF16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from m31.checkpoint.draft import FOLDER
+from m31.checkpoint.encoding import check_input_scales, default_input_scale, encode, units
+from m31.checkpoint.folder import INDEX_NAME, is_partial
+from m31.checkpoint.inventory import ITEMSIZE, expected, numel
+from m31.checkpoint.layout import ShardLayout, plan_shards
+from m31.checkpoint.reader import Checkpoint
+from m31.checkpoint.target import TargetFormat, target_config
+from m31.checkpoint.workfolder import STATE, WorkFolder, copy_file, fingerprint, locked, write_file
+from m31.checkpoint.writer import check_destination
+from m31.config.jsonfile import read_object
+from m31.config.loading import VISION_LANGUAGE
+from m31.config.modelopt import MODELOPT_FILE
+from m31.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How far a conversion is: bytes `finished` of `total`, of which `reused` come from an earlier run; and at what."""
+
+    finished: int
+    reused: int
+    total: int
+    what: str
+
+
+Progress = Callable[[Step], None]
+
+_RELEASE_BYTES = 256 * 2**20  # source bytes after which the maps are dropped, so that they do not count as ours
+_RESERVE = 64 * 2**20  # bytes left free on the disk
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    target: TargetFormat,
+    max_shard_bytes: int,
+    input_scales: Mapping[str, float],
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Convert a checkpoint folder. The destination appears complete or not at all.
+
+    A run that was interrupted in any way continues where it stopped when it is started again with the same arguments
+    and an unchanged source; finished files are verified by size and hash first.
+
+    Args:
+        source: folder of any format that m31 reads.
+        destination: absent, or an empty folder.
+        target: `m31` (MXFP8 linears, NVFP4 experts), `m3-mxfp8` (MXFP8 throughout) or `bf16`.
+        max_shard_bytes: tensor data per shard; one larger weight gets a shard of its own.
+        input_scales: calibrated encode scales of expert inputs by logical name, for `m31`. Scales that the source has
+            are carried over; otherwise see `m31.checkpoint.encoding.default_input_scale`.
+        progress: called after every piece.
+
+    Returns:
+        The destination, opened and thereby validated.
+
+    Raises:
+        DestinationBusy: another process writes this destination.
+        NonFiniteWeight: a weight is NaN or infinite; named with its index.
+        CheckpointError, ConfigError: the source is not valid, the destination is not empty, lies inside the source or
+            has too little space, or an unfinished conversion there is of another job.
+    """
+    folder, goal = Path(source), Path(destination)
+    checkpoint = Checkpoint.open(folder)
+    if max_shard_bytes < 1:
+        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}", expected="a positive number of bytes")
+    if goal.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError("lies inside the source", where=str(goal), fix="choose a destination outside of it")
+    mapping, model = target_config(read_object(folder / "config.json"), checkpoint.config, target)
+    plan = {unit.name: unit for unit in units(expected(model))}
+    check_input_scales(plan, input_scales)
+    official = model.architecture == VISION_LANGUAGE
+    shards = plan_shards(plan.values(), max_shard_bytes=max_shard_bytes, official=official)
+    extras = _extras(checkpoint)
+    job = fingerprint(
+        {
+            "source": str(folder.resolve()),
+            "shards": [[f.path.name, f.size, f.path.stat().st_mtime_ns] for f in checkpoint.files],
+            "config": mapping,
+            "input_scales": dict(input_scales),
+            "max_shard_bytes": max_shard_bytes,
+        }
+    )
+    try:
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        with locked(goal):
+            check_destination(goal)
+            work = WorkFolder(goal, job)
+            try:
+                _check_space(work, shards, extras)
+                _fill(work, checkpoint, shards, input_scales, progress)
+                _companions(work, extras, shards, mapping)
+                Checkpoint.open(work.path)  # what could not be read back must not be published
+                work.publish(goal)
+            finally:
+                work.discard_if_empty()
+    except OSError as exc:
+        raise CheckpointError(f"cannot be written ({exc})", where=str(goal), fix="check space and permissions") from exc
+    return Checkpoint.open(goal)
+
+
+def _extras(checkpoint: Checkpoint) -> dict[str, Path]:
+    """Files that go along unchanged: everything beside the weights, and a valid draft head."""
+    skipped = {"config.json", INDEX_NAME, MODELOPT_FILE, STATE}
+    found = {
+        path.name: path
+        for path in sorted(checkpoint.folder.iterdir())
+        if path.is_file()
+        and path.name not in skipped
+        and not path.name.startswith(".")
+        and path.suffix not in _WEIGHTS
+        and not path.name.endswith(".index.json")
+        and not is_partial(path)
+    }
+    draft = checkpoint.draft
+    if draft is not None:
+        names = {"config.json", *(file.path.name for file in draft.files)}
+        if (draft.folder / INDEX_NAME).exists():
+            names.add(INDEX_NAME)
+        found |= {f"{FOLDER}/{name}": draft.folder / name for name in sorted(names)}
+    return found
+
+
+def _check_space(work: WorkFolder, shards: tuple[ShardLayout, ...], extras: Mapping[str, Path]) -> None:
+    need = sum(shard.size for shard in shards if shard.file not in work.done)
+    need += sum(path.stat().st_size for name, path in extras.items() if name not in work.done)
+    free = shutil.disk_usage(work.path).free
+    if need + _RESERVE > free:
+        raise CheckpointError(
+            f"needs {need / 1e9:,.2f} GB, and {free / 1e9:,.2f} GB are free",
+            where=str(work.path.parent),
+            expected="room for the whole conversion",
+            fix="free some space, or choose a destination on another disk",
+        )
+
+
+class _Meter:
+    """Adds up what is finished, and lets go of the source's maps now and then."""
+
+    def __init__(self, checkpoint: Checkpoint, total: int, progress: Progress | None) -> None:
+        self.checkpoint, self.total, self.progress = checkpoint, total, progress
+        self.finished = self.reused = self._held = 0
+
+    def reuse(self, count: int, what: str) -> None:
+        self.reused += count
+        self.add(count, what)
+
+    def add(self, count: int, what: str) -> None:
+        self.finished += count
+        self._held += count
+        if self._held >= _RELEASE_BYTES:
+            self.checkpoint.release()
+            self._held = 0
+        if self.progress is not None:
+            self.progress(Step(self.finished, self.reused, self.total, what))
+
+
+def _fill(
+    work: WorkFolder,
+    checkpoint: Checkpoint,
+    shards: tuple[ShardLayout, ...],
+    input_scales: Mapping[str, float],
+    progress: Progress | None,
+) -> None:
+    meter = _Meter(checkpoint, sum(shard.size for shard in shards), progress)
+    for shard in shards:
+        if shard.file in work.done:
+            meter.reuse(shard.size, shard.file)
+            continue
+        with work.draft(shard.file).open("wb") as handle:
+            _write_shard(handle.fileno(), shard, checkpoint, input_scales, meter)
+            os.fsync(handle.fileno())
+        work.finish(shard.file)
+    checkpoint.release()
+
+
+def _write_shard(
+    handle: int, shard: ShardLayout, checkpoint: Checkpoint, input_scales: Mapping[str, float], meter: _Meter
+) -> None:
+    import torch
+
+    _pwrite(handle, shard.header, 0)
+    meter.add(len(shard.header), shard.file)
+    for unit in shard.units:
+        rows = {name: numel(decl.shape[1:]) * ITEMSIZE[decl.dtypes[0]] for _, name, decl in unit.parts}
+        fallback = default_input_scale(checkpoint.config.text, unit.name)
+        source = checkpoint.tensor(unit.name)
+        for piece in encode(unit, source, input_scales.get(unit.name), fallback=fallback):
+            raw = piece.value.contiguous().reshape(-1).view(torch.uint8)
+            _pwrite(handle, raw.numpy().data, shard.offsets[piece.name] + piece.row * rows[piece.name])
+            meter.add(raw.numel(), unit.name)
+
+
+def _pwrite(handle: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        count = os.pwrite(handle, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _companions(
+    work: WorkFolder, extras: Mapping[str, Path], shards: tuple[ShardLayout, ...], mapping: Mapping[str, object]
+) -> None:
+    for name, path in extras.items():
+        if name not in work.done:
+            copy_file(path, work.draft(name))
+            work.finish(name)
+    weight_map = {name: shard.file for shard in shards for name in shard.stored_names}
+    total = sum(shard.size - len(shard.header) for shard in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    for name, value in ((INDEX_NAME, index), ("config.json", mapping)):
+        write_file(work.draft(name), (json.dumps(value, indent=2) + "\n").encode())
+        work.finish(name)

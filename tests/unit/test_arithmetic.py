@@ -1,0 +1,252 @@
+"""Every named arithmetic of the reference against a naive float64 composition, and its size against exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support import numerics, tiny
+from tests.unit.test_whole_model import ids_for, logits
+
+from m31.errors import BackendRefused, NonFiniteWeight, OpRefused
+from m31.formats import nvfp4
+from m31.formats.arithmetic import NAMED, parse
+from m31.graph import NO_ROUNDING, Arithmetic, Kernel, ModelGraph, OpInstance, Refusal, Rounding, bind, trace
+from m31.graph.step import StepClass
+from m31.sdk.backend import KVSpec
+from m31_reference.session import ReferenceBackend, ReferenceSession
+
+SMALL = tiny.quantisable(num_layers=2)
+DENSE = tiny.quantisable(num_layers=2, mlp=("dense",) * 2)
+GRAPH = trace(SMALL)
+STORED = tiny.quantised(GRAPH, tiny.weights(GRAPH, seed=1))
+SCALES = tiny.input_scales(STORED)
+EXACT = sorted(name for name, spec in NAMED.items() if spec.exact)
+QUANTISING = sorted(set(NAMED) - set(EXACT))
+STEP = StepClass(kind="mixed", q_len=0, tokens=8, seqs=2, rows=2, pages=16)
+
+
+def pages_for(name: str) -> str:
+    """Page format that goes with an arithmetic: those that read E4M3 need pages of at most that."""
+    return "nvfp4" if NAMED[name].kv_read == "e4m3" else "bfloat16"
+
+
+def opened(name: str) -> ReferenceSession:
+    return ReferenceBackend(None).open(device=None, dtype="float64", rank=0, world=1, arithmetic=name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", QUANTISING)
+def test_logits_equal_naive(name: str) -> None:
+    kv = pages_for(name)
+    ids = ids_for(SMALL, 26)
+    want = tiny.naive_logits(
+        SMALL, tiny.dequantised(STORED), ids, kv=kv, index=kv, arithmetic=name, input_scales=SCALES
+    )
+    engine = tiny.engine(SMALL, STORED, dtype="float64", kv=kv, index=kv, arithmetic=name)
+    got = logits(engine, ids).double().numpy()
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_names_for_exact_change_nothing(name: str) -> None:
+    ids = ids_for(SMALL, 20)
+    want = logits(tiny.engine(SMALL, STORED, dtype="float32"), ids)
+    assert torch.equal(logits(tiny.engine(SMALL, STORED, dtype="float32", arithmetic=name), ids), want)
+
+
+@pytest.mark.parametrize("name", QUANTISING)
+def test_an_arithmetic_has_an_effect_of_its_size(name: str) -> None:
+    """Per op on the same input, where no flipped choice blurs it: E4M3 rounds by up to 1/16, E2M1 by up to 1/4."""
+    spec, session, exact = NAMED[name], opened(name), opened("exact")
+    graph = trace(SMALL)
+    for op, kind, low, high in (
+        ("linear", spec.linear_activation, 0.01, 0.05),
+        (
+            "experts",
+            spec.expert_middle,
+            0.01 if spec.expert_middle == "mxfp8" else 0.05,
+            0.06 if spec.expert_middle == "mxfp8" else 0.3,
+        ),
+    ):
+        if kind is None:
+            continue
+        call = next(c for c in graph.calls if c.op.spec.name == op)
+        slots = {s: tiny.held(t.name, STORED[t.name]) for s, t in call.op.weights.slots.items()}  # type: ignore[union-attr]
+        rng = torch.Generator().manual_seed(0)
+        x = torch.randn(16, 64, generator=rng, dtype=torch.float64).bfloat16().double()
+        ins = (
+            [x]
+            if op == "linear"
+            else [x, torch.arange(32).view(16, 2) % 8, torch.rand(16, 2, generator=rng, dtype=torch.float64)]
+        )
+        out = []
+        for s in (session, exact):
+            handle = s.prepare(call.op, slots)
+            y = torch.empty(16, call.op.outputs[0].shape[1], dtype=torch.float64)  # type: ignore[union-attr, arg-type]
+            kernel = s.kernel(call.op, STEP)
+            assert isinstance(kernel, Kernel)
+            kernel.run([y], ins, handle, None)
+            out.append(y)
+        error = float((out[0] - out[1]).norm() / out[1].norm())
+        assert low < error < high, (op, error)
+
+
+@pytest.mark.parametrize("name", QUANTISING)
+def test_the_whole_model_stays_close(name: str) -> None:
+    kv = pages_for(name)
+    values = tiny.weights(trace(DENSE), seed=1)
+    ids = ids_for(DENSE, 12)
+    exact = logits(tiny.engine(DENSE, values, dtype="float64"), ids)
+    got = logits(tiny.engine(DENSE, values, dtype="float64", kv=kv, index=kv, arithmetic=name), ids)
+    assert 0.005 < float((got - exact).norm() / exact.norm()) < 0.4
+
+
+def test_prefill_may_be_split_under_an_arithmetic() -> None:
+    """Quantisation is per token and per block, so a chunk boundary does not show."""
+    ids = ids_for(SMALL, 23)
+    make = {"dtype": "float64", "kv": "nvfp4", "index": "nvfp4", "arithmetic": "w4a4-q8kv4"}
+    whole = logits(tiny.engine(SMALL, STORED, **make), ids)  # type: ignore[arg-type]
+    for chunk in (1, 5, 11):
+        split = logits(tiny.engine(SMALL, STORED, chunk=chunk, **make), ids)  # type: ignore[arg-type]
+        torch.testing.assert_close(split, whole, rtol=0, atol=1e-6 * float(whole.abs().max()))
+
+
+def kernels(name: str) -> dict[str, Arithmetic]:
+    session, graph = opened(name), trace(SMALL)
+    found = {}
+    for call in graph.calls:
+        kernel = session.kernel(call.op, STEP)
+        assert isinstance(kernel, Kernel)
+        found[call.op.spec.name] = kernel.arithmetic
+    return found
+
+
+def test_kernels_declare_their_arithmetic() -> None:
+    exact = kernels("exact")
+    assert set(exact.values()) == {Arithmetic("float64", "float64", "float64")}
+    mega = kernels("w4a4-q8kv4")
+    assert mega["linear"] == Arithmetic("mxfp8*float64", "float64", "bfloat16")
+    assert mega["experts"].operands == "nvfp4-token*float64, nvfp4-static*float64"
+    assert mega["sparse_attention"].operands == mega["block_scores"].operands == "e4m3*e4m3"
+    assert kernels("w8a8-mxfp8")["experts"].operands == "mxfp8*float64, mxfp8*float64"
+    untouched = ("router", "gemma_rmsnorm", "lm_head", "kv_write", "swiglu_oai", "add")
+    assert all(mega[op] == exact[op] for op in untouched)
+
+
+def rounded(graph: ModelGraph) -> Counter[tuple[str, str]]:
+    """(op whose output is rounded, ops that read it), for every rounding node."""
+    made = {name: call.op.spec.name for call in graph.calls for name in call.writes}
+    out: Counter[tuple[str, str]] = Counter()
+    for call in graph.calls:
+        if call.op.spec.name.startswith("round_"):
+            readers = sorted({c.op.spec.name for c in graph.calls if call.writes[0] in c.reads})
+            out[made[call.reads[0]], "+".join(readers)] += 1
+    return out
+
+
+def test_rounding_nodes_stand_where_the_model_defines_them() -> None:
+    """MODEL.md §2.3, §2.5, §3.1: decision 010. Nothing rounds an MLP's activation, and the exact graph has no node."""
+    exact, mega = NAMED["exact"], NAMED["w4a4-q8kv4"]
+    assert not rounded(trace(SMALL))
+    for kv in ("float64", "float32", "bfloat16"):
+        assert Rounding.of(exact, kv, kv) == NO_ROUNDING
+    assert rounded(trace(SMALL, Rounding.of(exact, "nvfp4", "bfloat16"))) == {
+        ("rope", "kv_write"): 2,
+        ("linear", "kv_write"): 2,
+    }
+    assert rounded(trace(SMALL, Rounding.of(exact, "float32", "int8"))) == {("rope", "index_write"): 2}
+    assert rounded(trace(SMALL, Rounding.of(mega, "nvfp4", "nvfp4"))) == {
+        ("rope", "kv_write"): 2,
+        ("linear", "kv_write"): 2,
+        ("rope", "index_write"): 2,
+        ("rope", "sparse_attention"): 2,
+        ("rope", "block_scores"): 2,
+        ("gemma_rmsnorm", "linear"): 3,  # two attention inputs, one dense MLP
+        ("gemma_rmsnorm", "experts+linear+router"): 1,
+        ("sparse_attention", "linear"): 2,
+    }
+
+
+def test_a_read_rule_needs_pages_that_it_can_read() -> None:
+    spec = KVSpec.of(SMALL, "bfloat16", "bfloat16")
+    with pytest.raises(
+        BackendRefused, match=r"'w4a4-q8kv4' reads keys and values as E4M3, the pages are bfloat16; .*--kv-dtype nvfp4"
+    ):
+        opened("w4a4-q8kv4").kv_layout(spec)
+
+
+def test_the_read_rule_rounds_the_product() -> None:
+    """MODEL.md §3.4: E4M3(E2M1 * scale) where attention reads; what is stored and exported stays exact."""
+    spec = KVSpec.of(SMALL, "nvfp4", "nvfp4")
+    cache = opened("w4a4-q8kv4").kv_layout(spec).allocate(2)
+    x = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache.k[0].write(torch.zeros(4, dtype=torch.int64), torch.arange(4), x)  # type: ignore[attr-defined]
+    stored = nvfp4.decode_kv(*nvfp4.encode_kv(x))
+    read = cache.k[0].head([0], 1, torch.float64)  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(read.numpy(), numerics.e4m3(stored[:, 1].numpy()))
+    assert not torch.equal(read.float(), stored[:, 1])
+    assert torch.equal(cache.read(0, 0)["k"][1], stored[:, 1])
+
+
+def test_widths_that_blocks_do_not_divide_are_refused_when_binding() -> None:
+    """The tiny model of issue 2 has 48 and 24 inner channels."""
+    graph = trace(tiny.text())
+    session = opened("w8a8-mxfp8")
+    reasons = {k.reason for k in (session.kernel(c.op, STEP) for c in graph.calls) if isinstance(k, Refusal)}
+    assert reasons == {
+        "mxfp8 needs a multiple of 32 inputs, this op has 48",
+        "mxfp8 needs a multiple of 32 inputs, this op has 24",
+        "mxfp8 needs a multiple of 32 inner channels, this op has 24",
+    }
+    with pytest.raises(Exception, match=r"no kernel for experts .*24.*, linear"):
+        bind(graph, session, STEP, {}, "reference")
+
+
+def test_a_plain_projection_of_a_quantised_checkpoint_has_plain_inputs() -> None:
+    """MODEL.md §3.7: some M3 builds keep index projections in BF16; their products are BF16 ones."""
+    session = opened("w8a8-mxfp8")
+    ops: dict[str, OpInstance] = {}
+    for call in GRAPH.calls:
+        if call.op.spec.name == "linear":
+            name = call.op.weights.name  # type: ignore[union-attr]
+            plain = ".index_" in name
+            value = STORED[f"{name}.weight"]
+            session.prepare(call.op, {"weight": tiny.held(name, value.value if plain else value)})  # type: ignore[union-attr]
+            ops[name] = call.op
+    for name, op in ops.items():
+        kernel = session.kernel(op, STEP)
+        assert isinstance(kernel, Kernel)
+        assert kernel.arithmetic.operands == ("bfloat16*float64" if ".index_" in name else "mxfp8*float64")
+        if ".index_" in name:
+            x = torch.randn(5, 64, dtype=torch.float64)
+            w = torch.randn(op.outputs[0].shape[1], 64, dtype=torch.float64)  # type: ignore[union-attr, arg-type]
+            out = torch.empty(5, len(w), dtype=torch.float64)
+            kernel.run([out], [x], type("W", (), {"tensors": {"weight": w}}), None)
+            np.testing.assert_array_equal(out.numpy(), numerics.bf16(numerics.bf16(x.numpy()) @ w.numpy().T))
+
+
+def experts_with(change: Any) -> None:
+    call = next(c for c in GRAPH.calls if c.op.spec.name == "experts")
+    slots = {s: tiny.held(t.name, STORED[t.name]) for s, t in call.op.weights.slots.items()}  # type: ignore[union-attr]
+    slots["w2.4"] = change(slots["w2.4"])
+    opened("w4a4-megamoe").prepare(call.op, slots)
+
+
+def test_a_static_scale_must_be_there_and_usable() -> None:
+    with pytest.raises(
+        BackendRefused, match=r"experts\.4\.w2.*stored plain, without input_global_scale.*'w4a4-megamoe'.*--arithmetic"
+    ):
+        experts_with(lambda t: tiny.Held(t.name, t.quantised.value))
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        stored = {"input_global_scale": torch.tensor([bad])}
+        with pytest.raises(NonFiniteWeight, match=r"experts\.4\.w2.*input_global_scale is .*a positive finite number"):
+            experts_with(lambda t, s=stored: tiny.HeldQuantised(t.name, tiny.Quantised("nvfp4", t.quantised.value, s)))
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(OpRefused, match=r"unknown arithmetic 'w4a4-megamo'.*did you mean 'w4a4-megamoe'"):
+        opened("w4a4-megamo")
+    assert opened("W4A4 MegaMoE").numerics is parse("w4a4-megamoe")
