@@ -11,7 +11,7 @@ from m31.errors import OpRefused
 
 NonFinite = Literal["refuse", "propagate"]
 """What an encoder does with a block that holds NaN or infinity: name it in an error, or give it a scale that decodes
-to NaN (which reads nothing back to the host, and lets a step that went wrong be noticed at its end)."""
+to NaN (so that one sequence that went wrong is noticed at the end of the step and spoils no other)."""
 
 # float64 would be rounded twice on its way to a code (first to float32), which is not the rounding that is specified.
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
