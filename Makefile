@@ -11,7 +11,7 @@ BACKEND ?=
 PY := $(VENV)/bin/python
 DEMO := .demo
 
-export PYTHON VENV_ARGS
+export PYTHON VENV_ARGS PROMPT
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check lint types format bench wheel nightly clean distclean env env-dev
@@ -22,7 +22,7 @@ help: ## list the targets
 run: env ## install m31 and stream tokens from a small checkpoint with random weights
 	@rm -rf $(DEMO)
 	$(VENV)/bin/m31 demo $(DEMO)
-	$(VENV)/bin/m31 run $(DEMO) "$(PROMPT)" --max-tokens $(MAX_TOKENS) $(if $(BACKEND),--backend $(BACKEND))
+	$(VENV)/bin/m31 run $(DEMO) "$$PROMPT" --max-tokens $(MAX_TOKENS) $(if $(BACKEND),--backend $(BACKEND))
 
 test: env-dev ## set up the tests and run them (the pull-request set)
 	$(PY) -m pytest -m "not nightly" $(PYTEST_ARGS)

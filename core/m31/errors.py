@@ -150,7 +150,7 @@ class ContextLimitExceeded(M31Error):
         self.who, self.limit, self.asked = who, limit, asked
         super().__init__(
             f"{who} serves at most {limit:,} tokens, asked for {asked:,}",
-            fix="shorten the prompt or lower --max-tokens",
+            fix="shorten the prompt, lower max_tokens, or raise max_context where it is what limits",
         )
 
 

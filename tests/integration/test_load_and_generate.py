@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,40 @@ def test_closing_keeps_text_that_was_held_back(model: Any) -> None:
     first = model.tokenizer.decode(generation.token_ids, skip_special=True)
     generation.close()
     assert generation.text == first != ""
+
+
+def test_two_threads_share_one_model(model: Any) -> None:
+    """Their generations interleave step by step, and each is what it would be alone."""
+    alone = []
+    for seed in (1, 2, 3):
+        generation = model.generate("hello", max_tokens=30, seed=seed, ignore_eos=True)
+        alone.append("".join(generation))
+    texts: dict[int, str] = {}
+
+    def work(seed: int) -> None:
+        texts[seed] = "".join(model.generate("hello", max_tokens=30, seed=seed, ignore_eos=True))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [texts.get(seed) for seed in (1, 2, 3)] == alone
+    assert free(model) == model.engine.pool.pages
+
+
+@pytest.mark.parametrize("prompt", [b"hi", None, 5])
+def test_what_is_no_prompt_is_refused(model: Any, prompt: Any) -> None:
+    with pytest.raises(
+        RequestError, match=r"prompt: is a (bytes|NoneType|int); expected text, or a sequence of token ids"
+    ):
+        model.generate(prompt)
+    with pytest.raises(RequestError, match="prompt: is a"):
+        model.logits(prompt)
+
+
+def test_the_meta_device_has_no_values(folder: Path) -> None:
+    with pytest.raises(BackendRefused, match="device 'meta' cannot be used"):
+        m31.load(folder, backend="reference", device="meta")
+    with pytest.raises(UnknownBackend, match="3 is no backend's name"):
+        m31.use(3)  # type: ignore[arg-type]

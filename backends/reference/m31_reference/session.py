@@ -172,8 +172,8 @@ class ReferenceBackend(Backend):
             raise BackendRefused(f"a world of {world} ranks is not served", where="backend reference", expected="1")
         try:
             target = torch.device(device or "cpu")
-            torch.empty(1, device=target)
-        except (RuntimeError, AssertionError) as error:
+            torch.ones(1, device=target).item()  # the meta device has no values
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise BackendRefused(
                 f"device '{device}' cannot be used: {str(error).splitlines()[0]}",
                 where="backend reference",

@@ -221,7 +221,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser = parsers[args.command]
         word = _first_flag(extra)
         if not word.startswith("-"):
-            parser.error(f"unexpected argument '{word}'; quote a prompt that has spaces")
+            parser.error(
+                f"unexpected argument '{word}'" + ("; quote a prompt that has spaces" if args.command == "run" else "")
+            )
         flag = word.split("=", 1)[0]
         near = nearest(flag, parser.flags())
         parser.error(f"unknown flag '{flag}'" + (f"; did you mean '{near}'?" if near else ""))

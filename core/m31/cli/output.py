@@ -52,7 +52,8 @@ class Output:
     Args:
         json_lines: standard output carries JSON Lines; whoever writes there must use `event`.
 
-    Raises (all methods): OutputClosed when the reader has gone, OutputFailed when writing fails otherwise.
+    Raises (whatever writes to standard output): OutputClosed when the reader has gone, OutputFailed when writing fails
+    otherwise.
     """
 
     def __init__(self, *, json_lines: bool = False) -> None:
@@ -91,11 +92,23 @@ class Output:
     def note(self, text: str) -> None:
         """Write lines about the run to standard error, each marked `m31:` or indented below it."""
         lines = [line for line in visible(text).splitlines() if line.strip()]
-        self._write(self._err, "standard error", "m31: " + "\n     ".join(lines) + "\n")
+        self._aside("m31: " + "\n     ".join(lines) + "\n")
 
     def prompt(self, text: str) -> None:
         """Write an unfinished line to standard error (a REPL's prompt)."""
-        self._write(self._err, "standard error", text)
+        self._aside(text)
+
+    def _aside(self, text: str) -> None:
+        """Standard error carries remarks. Where it is closed, broken or full there is nobody to tell that, and no
+        reason to lose the answer: the stream is given up and the run goes on."""
+        if self._err is None:
+            return
+        try:
+            self._err.write(text)
+            self._err.flush()
+        except OSError:
+            discard(self._err)
+            self._err = None
 
     def close(self) -> None:
         """Flush what others (argparse, a library) left in standard output."""

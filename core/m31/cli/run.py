@@ -11,6 +11,7 @@ from m31.cli.session import Model, announce, checked_text, conclude, open_model,
 from m31.errors import RequestError, TemplateError
 
 INTERRUPTED = 130
+MAX_PROMPT_BYTES = 64 * 2**20  # far beyond 1,048,576 tokens; keeps an endless stream from filling the memory
 
 
 def read_prompt(argument: str) -> str:
@@ -25,7 +26,11 @@ def read_prompt(argument: str) -> str:
         raise RequestError(
             "it is closed", where=where, expected="the prompt", fix="pipe a prompt into m31 or give it as argument"
         )
-    data = sys.stdin.buffer.read()
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise RequestError(
+            f"holds more than {MAX_PROMPT_BYTES:,} bytes", where=where, expected="a prompt", fix="give a shorter one"
+        )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

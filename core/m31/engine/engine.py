@@ -7,6 +7,7 @@ token budget with prefill chunks; a chunk may end anywhere.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class Engine:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch]] = OrderedDict()
+        self.lock = threading.RLock()  # one step at a time, whichever thread asks for it
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit the pool; `m31.engine.model` checks the limits that users know by name."""
@@ -125,17 +127,19 @@ class Engine:
                 where="engine",
                 expected=f"at most the pool's {self.pool.pages:,}",
             )
-        self._waiting.append(sequence)
+        with self.lock:
+            self._waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, finished or not, and free its pages. Removing twice does nothing."""
-        sequence.done = True
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        if sequence in self._running:
-            self._running.remove(sequence)
-            self.pool.give_back(sequence.pages)
-            sequence.pages = []
+        with self.lock:
+            sequence.done = True
+            if sequence in self._waiting:
+                self._waiting.remove(sequence)
+            if sequence in self._running:
+                self._running.remove(sequence)
+                self.pool.give_back(sequence.pages)
+                sequence.pages = []
 
     @property
     def busy(self) -> bool:
@@ -144,6 +148,10 @@ class Engine:
 
     def step(self) -> None:
         """One forward step. If it raises, or is interrupted, every sequence can still go on."""
+        with self.lock:
+            self._step()
+
+    def _step(self) -> None:
         self._admit()
         work = self._schedule()
         if not work:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -133,9 +133,11 @@ class Generation:
         sequence, at = self._sequence, len(self.token_ids)
         try:
             while len(sequence.sampled) == at:
-                if sequence.error is not None:
-                    raise sequence.error
-                self._engine.step()
+                with self._engine.lock:  # another thread's step may just have brought the token
+                    if sequence.error is not None:
+                        raise sequence.error
+                    if len(sequence.sampled) == at:
+                        self._engine.step()
         except BaseException:
             self.close()
             raise
@@ -251,7 +253,9 @@ class Model:
         self.engine.add(sequence)
         try:
             while not sequence.done:
-                self.engine.step()
+                with self.engine.lock:
+                    if not sequence.done:
+                        self.engine.step()
         finally:
             self.engine.remove(sequence)
         return sequence.logits().cpu()
@@ -263,7 +267,7 @@ class Model:
                 raise TokenizerError("this checkpoint has no tokenizer.json", fix="give the prompt as token ids")
             ids: Sequence[int] = self.tokenizer.encode(prompt, special=special)
         else:
-            ids = prompt
+            ids = _listed(prompt)
         vocabulary = self.config.text.vocab_size
         checked: list[int] = []
         for at, token in enumerate(ids):
@@ -302,6 +306,13 @@ class Model:
                         expected="text without special strings of this model: they would end the message",
                         fix="remove it, or build the prompt yourself and give it raw",
                     )
+
+
+def _listed(prompt: object) -> Sequence[int]:
+    """The prompt as a list of ids; text in bytes, a number or nothing at all is no prompt."""
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise RequestError(f"is a {type(prompt).__name__}", where="prompt", expected="text, or a sequence of token ids")
+    return list(prompt)
 
 
 def _params(params: Mapping[str, Any]) -> SamplingParams:

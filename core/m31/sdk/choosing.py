@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from m31.errors import UnknownBackend
 from m31.sdk.child import PROBE_SECONDS, run_child
 from m31.sdk.discovery import Candidate, Policy, discover
 from m31.sdk.inventory import Inventory, inventory
@@ -77,6 +78,8 @@ def use(name: str | None) -> Decision:
         BackendError: `name` is unknown or cannot be used here; the earlier choice then stands.
     """
     global _override
+    if name is not None and not isinstance(name, str):
+        raise UnknownBackend(f"{name!r} is no backend's name", where="m31.use", expected="a string, or None")
     with _lock:
         if name is not None:
             decision = decide(name)

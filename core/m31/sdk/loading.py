@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 _trials: dict[tuple[str | None, str | None, str], Outcome] = {}
 _lock = threading.Lock()
-_FIX = "repair or uninstall that distribution, or choose another backend (`m31 backends` lists them)"
+_FIX = (
+    "repair or uninstall that distribution, name another backend (--backend NAME; `m31 backends` lists them), or set "
+    "M31_NO_PLUGINS=1 to use only those that come with m31"
+)
 
 
 class TrialError(Exception):
