@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import m31
+from m31.checkpoint import Checkpoint
 from m31.cli import demo
 from m31.engine.sampling import SamplingParams
 from m31.errors import (
@@ -26,6 +27,7 @@ from m31.errors import (
     TokenizerError,
     UnknownBackend,
 )
+from m31.graph import trace
 
 
 @pytest.fixture(scope="module")
@@ -284,19 +286,19 @@ def test_chat_prompt_is_rendered_by_the_checkpoint(model: Any) -> None:
     assert text.endswith("]~b]ai\n")
 
 
-def test_the_embedding_of_a_loaded_model_is_the_file(folder: Path) -> None:
-    """A float32 tensor of the file is used in place, not copied."""
-    model = m31.load(folder, backend="reference")
-    gate = next(n for n in model.engine._handles if n.endswith("block_sparse_moe.gate"))
-    stored = torch.cat(
-        [
-            t.flatten()
-            for s in folder.glob("*.safetensors")
-            for k, t in load_file(s).items()
-            if k.endswith(f"{gate}.weight")
-        ]
-    )
-    torch.testing.assert_close(model.engine._handles[gate].tensors["weight"].flatten(), stored, rtol=0, atol=0)
+def test_a_float32_tensor_is_used_in_place(folder: Path, model: Any) -> None:
+    """It is the file's own bytes at the file's own offset, not a copy."""
+    checkpoint = Checkpoint.open(folder)
+    calls = [call.op.weights for call in trace(checkpoint.config.text).calls if call.op.weights is not None]
+    places = {(decl.name, slot): tensor.name for decl in calls for slot, tensor in decl.slots.items()}
+    stored = {place: checkpoint.tensor(name) for place, name in places.items()}
+    float32 = {place: lazy for place, lazy in stored.items() if lazy.dtype == torch.float32}
+    assert any(lazy.name.endswith("block_sparse_moe.gate.weight") for lazy in float32.values())
+    for (name, slot), lazy in float32.items():
+        used = model.engine._handles[name].tensors[slot]
+        assert used.untyped_storage().nbytes() == lazy.file.size
+        assert used.storage_offset() * used.element_size() == lazy.offset
+        torch.testing.assert_close(used, lazy.load(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("place", ["content", "part", "tool"])

@@ -76,9 +76,18 @@ def test_decode_of_64_tokens(pair: tuple[str, Any, Path]) -> None:
     generation = ours.generate(prompt, max_tokens=64, temperature=0.0, ignore_eos=True)
     list(generation.events())
     assert generation.token_ids == tokens
-    if len(prompt) < 100:
-        ours.engine.chunk_tokens = 1
-    assert_close(ours.logits(prompt + tokens[:-1])[len(prompt) - 1 :], rows)
+    sequence = Sequence(prompt=(*prompt, *tokens[:-1]), params=None, seed=0, request=0, stop_ids=frozenset())
+    ours.engine.add(sequence)
+    steps = 0
+    while not sequence.done:
+        # in large chunks up to the last token of the prompt, from there on one token a step
+        ours.engine.chunk_tokens = max(1, len(prompt) - 1 - sequence.computed)
+        ours.engine.step()
+        steps += 1
+    assert steps >= 64
+    assert next(reversed(ours.engine._plans)).kind == "decode"
+    assert all(len(sequence.rows[at]) == 1 for at in range(len(prompt) - 1, sequence.length))
+    assert_close(sequence.logits()[len(prompt) - 1 :], rows)
 
 
 def test_a_batch_of_four_different_lengths(pair: tuple[str, Any, Path]) -> None:

@@ -110,6 +110,23 @@ def test_the_case_list_reaches_every_op() -> None:
     assert {spec.name for spec, _ in CASES} == set(ops.ALL) == set(KERNELS) | set(ATTENTION)
 
 
+@pytest.mark.parametrize("name", ["choice", "choice-before-unwritten", "choice-in-company", "choice-at-128"])
+def test_sparse_cases_leave_blocks_out(name: str) -> None:
+    """Many queries at once, none of which selects all that it could see, nor what its neighbour or other head does."""
+    case = next(c for c in ops.sparse_attention.cases() if c.id == f"sparse_attention/{name}")
+    blocks_ThK = np.asarray(case.inputs["blocks"])
+    assert int(np.diff(case.inputs["cu_q"]).max()) >= 20
+    assert blocks_ThK.shape[2] == 4
+    assert (np.asarray(case.inputs["positions"]) // 4 + 1 > 4).all()
+    assert (blocks_ThK[:, 0] != blocks_ThK[:, 1]).any()
+    assert len(np.unique(blocks_ThK[-20:, 0], axis=0)) > 10
+    k = case.state[0, "k"]
+    last = case.inputs["page_table"][0, -1] if len(case.inputs["cu_q"]) == 2 else None
+    if name == "choice-before-unwritten":
+        assert np.isnan(k[last, :, 3]).all()
+        assert not np.isnan(k[last, :, 2]).any()
+
+
 @pytest.mark.parametrize("spec", ops.ALL.values(), ids=list(ops.ALL))
 def test_declared_refusals_are_refused(spec: OpSpec) -> None:
     assert spec.refuses

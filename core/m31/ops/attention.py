@@ -73,8 +73,18 @@ def _random_blocks(rng: np.random.Generator, positions: Any, topk: int) -> Any:
 _ATTRS: Attrs = {"layer": 0, "kv_heads": 2, "scale": 8**-0.5}
 
 
+# Steps whose blocks are a true choice: top-4 of 15 and more for many queries at once, with block lists that differ
+# from query to query. A context of 59 leaves the last token of its last page, which is selected, unwritten (NaN).
+_CHOICES = (
+    ("choice", [20], [60]),
+    ("choice-before-unwritten", [20], [59]),
+    ("choice-in-company", [1, 20, 9], [33, 59, 41]),
+    ("choice-at-128", [20], [139]),
+)
+
+
 def _sparse_cases() -> Iterator[Case]:
-    for name, q_lens, ctx in _SHAPES:
+    for name, q_lens, ctx in (*_SHAPES, *_CHOICES):
         case = f"sparse_attention/{name}"
         rng = rng_for(case)
         b = batch(rng, q_lens, ctx, 4)
