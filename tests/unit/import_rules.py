@@ -95,6 +95,8 @@ def room_of(path: str) -> str | None:
     parts = path.split(".")
     if parts[0] != "m31":
         return None
+    if path == "m31.__main__":  # `python -m m31` is the command line's second door
+        return "cli"
     return parts[1] if len(parts) > 1 and (parts[1] in DIRECT or parts[1] in TOP) else FRONT
 
 

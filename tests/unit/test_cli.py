@@ -338,7 +338,7 @@ def test_an_unexpected_exception(fake: FakeModel, capsys: pytest.CaptureFixture[
     assert captured.out == "Hel\n"
     assert "m31: internal error: RuntimeError: kernel exploded" in captured.err
     assert "M31_DEBUG=1" in captured.err
-    assert "issue tracker of the repository" in captured.err
+    assert "Please report it there" in captured.err
     assert "Traceback" not in captured.err
 
 

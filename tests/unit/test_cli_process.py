@@ -142,10 +142,19 @@ def test_stderr_into_a_closed_pipe() -> None:
     process = start({}, "run", "ckpt", "hi", stderr=writer)
     os.close(writer)
     try:
-        process.communicate(timeout=LIMIT)
+        out, _ = process.communicate(timeout=LIMIT)
     finally:
         process.kill()
-    assert process.returncode == 141
+    assert process.returncode == 0  # remarks have no reader; the answer has
+    assert out == b"Hello world\n"
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_standard_error_closed_or_full(redirection: str) -> None:
+    words = [sys.executable, DRIVER, "{}", "run", "ckpt", "hi"]
+    shell = ["sh", "-c", f'"$@" {redirection}', "sh", *words]
+    done = subprocess.run(shell, stdout=subprocess.PIPE, timeout=LIMIT, check=False)
+    assert (done.returncode, done.stdout) == (0, b"Hello world\n")
 
 
 def test_closed_standard_output() -> None:

@@ -62,8 +62,8 @@ def _guarded(argv: Sequence[str] | None, out: Output) -> int:
     except Exception as error:  # noqa: BLE001  # the last line of defence: whatever it is becomes one message
         text = f"{type(error).__name__}: {error}".rstrip(": ")
         message = (
-            f"{text}\nThis is a bug of m31, or of the backend in use if that comes from another distribution (`m31 backends` "
-            "tells). Please report it there, with the command and the output of the same command under M31_DEBUG=1."
+            f"{text}\nThis is a bug of m31, or of the backend in use if that comes from another distribution "
+            "(`m31 backends` tells). Please report it there, with the command and its output under M31_DEBUG=1."
         )
         return _report(error, message, INTERNAL, out, label="internal error")
 
