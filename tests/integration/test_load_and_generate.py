@@ -160,7 +160,7 @@ def test_parameters_are_given_once_and_by_known_names(model: Any) -> None:
 def test_limits_are_exact_and_named(folder: Path) -> None:
     model = m31.load(folder, backend="reference", max_context=300)
     assert model.logits([5] * 300).shape[0] == 300
-    with pytest.raises(ContextLimitExceeded, match=r"--max-context serves at most 300 tokens, asked for 301"):
+    with pytest.raises(ContextLimitExceeded, match=r"max_context serves at most 300 tokens, asked for 301"):
         model.logits([5] * 301)
     with pytest.raises(ContextLimitExceeded, match="asked for 301"):
         model.generate([5] * 301)
@@ -182,13 +182,17 @@ def test_max_context_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RequestError, match=r"max_context is 10,000,000; expected at most .* the limit of this model"):
         m31.load(folder, backend="reference", max_context=10_000_000)
     page = 128 * 4 * (2 * 2 * 32 + 32) * 4
-    monkeypatch.setattr(ReferenceSession, "memory_budget", lambda self: 3 * page)
+    extra = 4 * (1_019_536 - 393_216 - 2_064)  # weights but experts and router, converted from BF16
+    monkeypatch.setattr(ReferenceSession, "memory_free", lambda self: extra - 1)
+    with pytest.raises(MemoryBudgetExceeded, match=r"backend reference: weights need 0.00 GB beside their files"):
+        m31.load(folder, backend="reference")
+    monkeypatch.setattr(ReferenceSession, "memory_free", lambda self: 6 * page + extra)
     with pytest.raises(MemoryBudgetExceeded, match=r"backend reference: KV pages need .* GB; expected at most"):
         m31.load(folder, backend="reference", max_context=385)
     small = m31.load(folder, backend="reference")
     with pytest.raises(ContextLimitExceeded, match="the memory budget of this machine serves at most 384 tokens"):
         small.logits([5] * 385)
-    monkeypatch.setattr(ReferenceSession, "memory_budget", lambda self: page - 1)
+    monkeypatch.setattr(ReferenceSession, "memory_free", lambda self: 2 * page - 2 + extra)
     with pytest.raises(MemoryBudgetExceeded):
         m31.load(folder, backend="reference")
 

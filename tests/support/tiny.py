@@ -89,6 +89,10 @@ class Held:
         return tuple(self.value.shape)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
     def format(self) -> str:
         return "plain"
 
@@ -123,6 +127,10 @@ class HeldQuantised:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.quantised.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.quantised.value.dtype
 
     def load(self) -> torch.Tensor:
         self.loads += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from m31.config import Model
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_KV_SHARE = 0.5  # of the memory that is free when pages are allocated; the rest is for weights still to be touched
 _WEIGHT_SHARE = 0.25  # of the memory that is free when the session opens, for decoded weights
 
 
@@ -36,7 +36,7 @@ class ReferenceSession(Session):
         self.dtypes = {"model": dtype, "accum": dtype, "int64": torch.int64}
         self.compute = str(dtype).removeprefix("torch.")
         if weight_cache_bytes is None:
-            weight_cache_bytes = int(self._free_memory() * _WEIGHT_SHARE)
+            weight_cache_bytes = int(self.memory_free() * _WEIGHT_SHARE)
         self.decoded = DecodedCache(weight_cache_bytes)
         # Projections by storage format. A checkpoint may store some plain: those have plain inputs (MODEL.md §3.7).
         # One that stores all of them plain is computed as if it were quantised, to imitate or to train.
@@ -137,14 +137,22 @@ class ReferenceSession(Session):
             )
         return PagedLayout(spec, self.device, rounded=rounded)
 
-    def memory_budget(self) -> int:
-        """Half of what is free now."""
-        return int(self._free_memory() * _KV_SHARE)
-
-    def _free_memory(self) -> int:
+    def memory_free(self) -> int:
+        """What the device, or the host within its control group, has free."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
         return available_host_memory()
+
+    def weight_bytes(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> int:
+        """Plain weights in another dtype are converted and held, except experts, which go through the bounded cache."""
+        size = self.dtypes["model"].itemsize
+        return sum(math.prod(t.shape) * size for t in slots.values() if self._converted(op, t))
+
+    def _converted(self, op: OpInstance, tensor: LazyTensor) -> bool:
+        """Whether `prepare` holds a converted copy, where the host could map the file."""
+        if tensor.format != "plain" or (op.spec.name == "experts" and tensor.dtype != self.dtypes["model"]):
+            return False
+        return tensor.dtype != self.dtypes["model"] or self.device.type != "cpu"
 
 
 class ReferenceBackend(Backend):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,12 +13,15 @@ from m31.config import Model as ModelConfig
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
 from m31.errors import BackendRefused, MemoryBudgetExceeded, RequestError
-from m31.graph import NO_ROUNDING, ModelGraph, Rounding, WeightHandle, trace
-from m31.sdk.backend import KVCache, KVSpec, Session
+from m31.graph import NO_ROUNDING, ModelGraph, OpInstance, Rounding, trace
+from m31.ops import WeightDecl
+from m31.sdk.backend import KVCache, KVSpec, LazyTensor, Session
+from m31.sdk.manifest import Manifest
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 2048
+_KV_SHARE = 0.5  # of the memory that is free; the rest is for activations and for mapped weights
 _POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does not need more
 
 
@@ -57,7 +60,15 @@ def load(
     if max_context is not None and max_context < 1:
         raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
     decision = sdk.decide(backend)
-    name = decision.require().name
+    manifest = decision.require().manifest
+    assert manifest is not None, "a backend without a manifest is never chosen"
+    name = manifest.name
+    if manifest.fallback:
+        raise BackendRefused(
+            f"declares fallbacks ({', '.join(manifest.fallback)}), which this version of m31 does not run",
+            where=f"backend {name}",
+            fix="choose another backend with --backend",
+        )
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     text = config.text
@@ -74,8 +85,10 @@ def load(
     index_format = _choose("index key", index_dtype, limits.index_formats, name)
     spec = KVSpec.of(text, kv_format, index_format)
     graph = trace(text, _rounding(session, spec))
-    cap, cache = _allocate(session, config, spec, max_context, name)
-    handles = _prepare(session, graph, checkpoint)
+    cap = _cap(session, config, manifest, max_context)
+    need = sum(session.weight_bytes(op, slots) for op, _, slots in _slots(graph, checkpoint))
+    cap, cache = _allocate(session, spec, cap, need, name, exact=max_context is not None)
+    handles = {decl.name: session.prepare(op, slots) for op, decl, slots in _slots(graph, checkpoint)}
     engine = Engine(
         session=session,
         who=name,
@@ -123,30 +136,48 @@ def _rounding(session: Session, spec: KVSpec) -> Rounding:
     return Rounding.of(session.numerics, spec.kv_format, spec.index_format)
 
 
+def _cap(session: Session, config: ModelConfig, manifest: Manifest, max_context: int | None) -> Cap:
+    """The context cap before memory is looked at: the least of model, manifest, session and the caller's wish."""
+    cap = Cap(config.text.max_position, "this model")
+    for served in (manifest.limits.context_tokens, session.limits(config).max_context):
+        if served < cap.tokens:
+            cap = Cap(served, f"backend {manifest.name}")
+    if max_context is None:
+        return cap
+    if max_context > cap.tokens:
+        raise RequestError(
+            f"max_context is {max_context:,}", expected=f"at most {cap.tokens:,}, the limit of {cap.who}"
+        )
+    return Cap(max_context, "max_context")
+
+
 def _allocate(
-    session: Session, config: ModelConfig, spec: KVSpec, max_context: int | None, who: str
+    session: Session, spec: KVSpec, cap: Cap, weight_bytes: int, who: str, *, exact: bool
 ) -> tuple[Cap, KVCache]:
-    """The context cap and the pages for it; nothing is allocated that does not fit the budget."""
-    served = session.limits(config).max_context
-    model_cap = Cap(config.text.max_position, "this model")
-    cap = Cap(served, f"backend {who}") if served < model_cap.tokens else model_cap
-    if max_context is not None:
-        if max_context > cap.tokens:
-            raise RequestError(
-                f"max_context is {max_context:,}", expected=f"at most {cap.tokens:,}, the limit of {cap.who}"
-            )
-        cap = Cap(max_context, "--max-context")
+    """The pages for the cap; nothing is allocated that does not fit.
+
+    Args:
+        weight_bytes: what the weights are about to allocate.
+        exact: the cap was asked for and may not shrink.
+    """
+    free = session.memory_free()
+    if weight_bytes > free:
+        raise MemoryBudgetExceeded(
+            f"weights need {weight_bytes / 1e9:.2f} GB beside their files",
+            where=f"backend {who}",
+            expected=f"at most {free / 1e9:.2f} GB, what is free on this device now",
+            fix="free memory, or use a machine or a backend that holds them as they are stored",
+        )
     layout = session.kv_layout(spec)
-    budget = session.memory_budget()
+    budget = int((free - weight_bytes) * _KV_SHARE)
     affordable = budget // layout.page_bytes
     wanted = -(-cap.tokens // spec.page_tokens)
-    if affordable < (wanted if max_context is not None else 1):
-        need = (wanted if max_context is not None else 1) * layout.page_bytes
+    if affordable < (wanted if exact else 1):
         raise MemoryBudgetExceeded(
-            f"KV pages need {need / 1e9:.2f} GB",
+            f"KV pages need {(wanted if exact else 1) * layout.page_bytes / 1e9:.2f} GB",
             where=f"backend {who}",
             expected=f"at most {budget / 1e9:.2f} GB, the budget on this device now",
-            fix="lower --max-context, or free memory",
+            fix="lower max_context, or free memory",
         )
     if wanted > affordable:
         cap = Cap(affordable * spec.page_tokens, "the memory budget of this machine")
@@ -154,14 +185,12 @@ def _allocate(
     return cap, layout.allocate(pages)
 
 
-def _prepare(session: Session, graph: ModelGraph, checkpoint: Checkpoint) -> Mapping[str, WeightHandle]:
-    handles: dict[str, WeightHandle] = {}
+def _slots(graph: ModelGraph, checkpoint: Checkpoint) -> Iterator[tuple[OpInstance, WeightDecl, dict[str, LazyTensor]]]:
+    """Every op with weights, and its tensors."""
     for call in graph.calls:
         decl = call.op.weights
         if decl is not None:
-            slots = {slot: checkpoint.tensor(tensor.name) for slot, tensor in decl.slots.items()}
-            handles[decl.name] = session.prepare(call.op, slots)
-    return handles
+            yield call.op, decl, {slot: checkpoint.tensor(tensor.name) for slot, tensor in decl.slots.items()}
 
 
 def _weight_format(graph: ModelGraph, checkpoint: Checkpoint) -> str:

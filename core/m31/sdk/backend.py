@@ -49,6 +49,10 @@ class LazyTensor(Protocol):
         """Logical shape."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What `load` returns."""
+
+    @property
     def format(self) -> str:
         """How it is stored: `plain`, `mxfp8` or `nvfp4`."""
 
@@ -237,8 +241,12 @@ class Session(ABC):
         """The page layout for a spec."""
 
     @abstractmethod
-    def memory_budget(self) -> int:
-        """Bytes that the core may allocate for KV pages on this device now."""
+    def memory_free(self) -> int:
+        """Bytes that can be allocated on this device now, weights and KV pages together."""
+
+    @abstractmethod
+    def weight_bytes(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> int:
+        """Bytes that `prepare` of these slots will allocate; what stays in the mapped file does not count."""
 
     def compile(self, graph: BoundGraph, step: StepClass) -> Plan:
         """A plan for a bound graph. The default is the straight line; capture overrides this hook."""
