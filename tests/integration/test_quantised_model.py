@@ -84,6 +84,7 @@ def test_unknown_formats_and_arithmetics_are_refused_by_name(folders: dict[str, 
         load(folders["m31"], index_dtype="nvfp5")
     with pytest.raises(BackendRefused, match="--kv-dtype nvfp4"):
         load(folders["m31"], kv_dtype="bfloat16", arithmetic="w4a4-q8kv4")
+    assert load(folders["m31"], arithmetic="w4a4-q8kv4").formats["kv"] == "nvfp4"
     with pytest.raises(OpRefused, match=r"unknown arithmetic 'w4a5'.*did you mean"):
         load(folders["m31"], arithmetic="w4a5")
     with pytest.raises(BackendRefused, match=r"experts.*stored plain, without input_global_scale.*--arithmetic"):
