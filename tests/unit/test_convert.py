@@ -173,6 +173,36 @@ def test_destinations_that_are_refused(bf16: Path, tmp_path: Path) -> None:
     assert run(bf16, tmp_path / "empty", "bf16").names
 
 
+def test_a_link_as_the_destination(bf16: Path, tmp_path: Path) -> None:
+    """The folder that the link names is filled, the link stays; lock and working folder are beside the real one."""
+    (tmp_path / "real" / "empty").mkdir(parents=True)
+    (tmp_path / "links").mkdir()
+    for name, target in (("link", "empty"), ("dangling", "absent")):
+        link = tmp_path / "links" / name
+        link.symlink_to(tmp_path / "real" / target)
+        assert run(bf16, link, "bf16").names
+        assert link.is_symlink()
+        assert (tmp_path / "real" / target / "config.json").exists()
+    assert sorted(path.name for path in (tmp_path / "real").iterdir()) == ["absent", "empty"]
+    assert sorted(path.name for path in (tmp_path / "links").iterdir()) == ["dangling", "link"]
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(CheckpointError, match=r"cannot be resolved|exists and is not a folder"):
+        run(bf16, loop, "bf16")
+
+
+def test_folders_that_cannot_be_replaced(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tail = r"which a finished conversion cannot replace; expected a folder that is absent, or empty .* folder inside it"
+    for goal in (Path(), tmp_path):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}: is the current directory, {tail}"):
+            run(bf16, goal, "bf16")
+    monkeypatch.setattr("os.path.ismount", lambda _: True)
+    with pytest.raises(CheckpointError, match=rf"disk: is a mount point, {tail}"):
+        run(bf16, tmp_path / "disk", "bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_arguments_that_are_refused(bf16: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="max_shard_bytes is 0; expected a positive number"):
         run(bf16, tmp_path / "x", "m31", max_shard_bytes=0)

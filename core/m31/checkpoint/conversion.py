@@ -61,7 +61,7 @@ def convert(
 
     Args:
         source: folder of any format that m31 reads.
-        destination: absent, or an empty folder.
+        destination: absent, or an empty folder; links are followed.
         target: `m31` (MXFP8 linears, NVFP4 experts), `m3-mxfp8` (MXFP8 throughout) or `bf16`.
         max_shard_bytes: tensor data per shard; one larger weight gets a shard of its own.
         input_scales: calibrated encode scales of expert inputs by logical name, for `m31`. Scales that the source has
@@ -77,11 +77,11 @@ def convert(
         CheckpointError, ConfigError: the source is not valid, the destination is not empty, lies inside the source or
             has too little space, or an unfinished conversion there is of another job.
     """
-    folder, goal = Path(source), Path(destination)
+    folder, goal = Path(source), _real(Path(destination))
     checkpoint = Checkpoint.open(folder)
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}", expected="a positive number of bytes")
-    if goal.resolve().is_relative_to(folder.resolve()):
+    if goal.is_relative_to(folder.resolve()):
         raise CheckpointError("lies inside the source", where=str(goal), fix="choose a destination outside of it")
     mapping, model = target_config(read_object(folder / "config.json"), checkpoint.config, target)
     plan = {unit.name: unit for unit in units(expected(model))}
@@ -114,6 +114,29 @@ def convert(
     except OSError as exc:
         raise CheckpointError(f"cannot be written ({exc})", where=str(goal), fix="check space and permissions") from exc
     return Checkpoint.open(goal)
+
+
+def _real(destination: Path) -> Path:
+    """The destination without links, so that lock, working folder and the last rename all happen beside the real one.
+
+    Raises:
+        CheckpointError: it goes in circles, or it is a folder that the last rename could not or should not replace.
+    """
+    try:
+        goal, here = destination.resolve(), Path.cwd()
+    except (OSError, RuntimeError) as exc:  # RuntimeError: a loop of links, before Python 3.13
+        raise CheckpointError(
+            f"cannot be resolved ({exc})", where=str(destination), expected="a path whose links end somewhere"
+        ) from exc
+    what = "the current directory" if goal == here else "a mount point" if os.path.ismount(goal) else None
+    if what is not None:
+        raise CheckpointError(
+            f"is {what}, which a finished conversion cannot replace",
+            where=str(goal),
+            expected="a folder that is absent, or empty and not in use",
+            fix="choose a new folder inside it",
+        )
+    return goal
 
 
 def _extras(checkpoint: Checkpoint) -> dict[str, Path]:
