@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,33 @@ def test_damaged_leftovers_are_written_again(bf16: Path, flash: Checkpoint, tmp_
         (work / "stray.safetensors").write_bytes(b"stray")
     same(run(bf16, tmp_path / "x", "m31"), flash)
     assert not (tmp_path / "x" / "stray.safetensors").exists()
+
+
+def test_companions_are_those_of_the_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_bf16(tmp_path / "s", bf16_config()).folder
+    (source / "merges.txt").write_text("old")
+    (source / "vocab.json").write_text("{}")
+    write_draft(source / "dspark")
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr("m31.checkpoint.workfolder.WorkFolder.publish", stop)
+        with pytest.raises(Stop):
+            run(source, tmp_path / "x", "m31")
+    assert (tmp_path / ".x.m31-convert" / "merges.txt").read_text() == "old"
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".x.m31-convert").glob("*.safetensors")}
+    (source / "merges.txt").write_text("new")
+    (source / "vocab.json").unlink()
+    shutil.rmtree(source / "dspark")
+    write_draft(source / "dspark", seed=6)
+    written = run(source, tmp_path / "x", "m31").folder
+    assert {path.name: path.stat().st_mtime_ns for path in written.glob("*.safetensors")} == before
+    assert (written / "merges.txt").read_text() == "new"
+    assert not (written / "vocab.json").exists()
+    draft = "dspark/model.safetensors"
+    assert (written / draft).read_bytes() == (source / draft).read_bytes()
 
 
 def test_leftovers_of_another_job_are_neither_used_nor_deleted(bf16: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def convert(
     """Convert a checkpoint folder. The destination appears complete or not at all.
 
     A run that was interrupted in any way continues where it stopped when it is started again with the same arguments
-    and an unchanged source; finished files are verified by size and hash first.
+    and unchanged weights; finished shards are verified by size and hash first. Files that go along are copied anew.
 
     Args:
         source: folder of any format that m31 reads.
@@ -102,12 +102,14 @@ def convert(
         goal.parent.mkdir(parents=True, exist_ok=True)
         with locked(goal):
             check_destination(goal)
-            work = WorkFolder(goal, job)
+            # Only shards are in the fingerprint: whatever goes along unchanged is copied anew, as it is now.
+            work = WorkFolder(goal, job, reusable={shard.file for shard in shards})
             try:
                 _check_space(work, shards, extras)
                 _fill(work, checkpoint, shards, input_scales, progress)
                 _companions(work, extras, shards, mapping)
-                Checkpoint.open(work.path)  # what could not be read back must not be published
+                # What could not be read back must not be published. Companions may have changed since they were listed.
+                _ = Checkpoint.open(work.path).draft
                 work.publish(goal)
             finally:
                 work.discard_if_empty()
@@ -163,7 +165,7 @@ def _extras(checkpoint: Checkpoint) -> dict[str, Path]:
 
 def _check_space(work: WorkFolder, shards: tuple[ShardLayout, ...], extras: Mapping[str, Path]) -> None:
     need = sum(shard.size for shard in shards if shard.file not in work.done)
-    need += sum(path.stat().st_size for name, path in extras.items() if name not in work.done)
+    need += sum(path.stat().st_size for path in extras.values())
     free = shutil.disk_usage(work.path).free
     if need + _RESERVE > free:
         raise CheckpointError(
@@ -242,9 +244,8 @@ def _companions(
     work: WorkFolder, extras: Mapping[str, Path], shards: tuple[ShardLayout, ...], mapping: Mapping[str, object]
 ) -> None:
     for name, path in extras.items():
-        if name not in work.done:
-            copy_file(path, work.draft(name))
-            work.finish(name)
+        copy_file(path, work.draft(name))
+        work.finish(name)
     weight_map = {name: shard.file for shard in shards for name in shard.stored_names}
     total = sum(shard.size - len(shard.header) for shard in shards)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
