@@ -12,6 +12,7 @@ import torch
 from tests.support.quantised import (
     bf16_config,
     bf16_weights,
+    save,
     stored_tensors,
     to_modelopt,
     write_bf16,
@@ -24,6 +25,7 @@ from m31.checkpoint import Checkpoint, QuantizedTensor, convert, random_tensors,
 from m31.checkpoint.conversion import Step
 from m31.checkpoint.workfolder import STATE
 from m31.cli.convert import bar, duration
+from m31.cli.main import main
 from m31.config import parse
 from m31.errors import CheckpointError, ConfigError, NonFiniteWeight, UnsupportedFeature
 
@@ -133,6 +135,42 @@ def test_what_goes_along(bf16: Path, flash: Checkpoint) -> None:
         assert (flash.folder / name).read_bytes() == (bf16 / name).read_bytes()
     assert flash.draft is not None
     assert list(flash.folder.parent.iterdir()) == [flash.folder]
+
+
+def test_what_stays_behind_is_told(bf16: Path, flash: Checkpoint, tmp_path: Path) -> None:
+    told: list[str] = []
+    events: list[str] = []
+    shutil.copytree(bf16, tmp_path / "s")
+    (tmp_path / "s" / "figures").mkdir()
+    (tmp_path / "s" / "dspark" / "README.md").write_text("")
+    (tmp_path / "s" / "model.bin").unlink()
+    run(tmp_path / "s", tmp_path / "x", "bf16", note=told.append, progress=lambda _: events.append(told[-1]))
+    assert told == [
+        "ignored other.safetensors: the index does not name them",
+        "left over from an unfinished download: x.part",
+        "not carried over: .hidden, consolidated.pth, figures/, other.safetensors, x.part and 1 more",
+    ]
+    assert set(events) == {told[-1]}  # all before the first step
+    run(flash.folder, tmp_path / "y", "bf16", note=told.append)
+    assert len(told) == 3  # nothing to tell about a folder that m31 wrote
+
+
+def test_the_command_prints_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """M3's layers for multi-token prediction are not written: hours of work later is too late to learn that."""
+    folder = write_bf16(tmp_path / "s", bf16_config(name="m3")).folder
+    (folder / "model.bin").write_text("")
+    mtp = {"model.mtp.layers.0.norm.weight": torch.ones(64)}
+    tensors = stored_tensors(Checkpoint.open(folder)) | mtp
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save(folder / "model.safetensors", tensors)
+    assert main(["convert", str(folder), str(tmp_path / "x"), "--format", "bf16"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "m31: 1 multi-token-prediction tensors ignored: this version does not draft with them",
+        "m31: not carried over: model.bin",
+    ]
+    assert lines[2].startswith(f"m31: wrote {tmp_path / 'x'}: ")
 
 
 def test_mtp_counts_do_not_outlive_the_tensors(tmp_path: Path) -> None:

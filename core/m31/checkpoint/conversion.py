@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from m31.checkpoint.draft import FOLDER
 from m31.checkpoint.encoding import check_input_scales, default_input_scale, encode, units
-from m31.checkpoint.folder import INDEX_NAME, is_partial
+from m31.checkpoint.folder import INDEX_NAME, is_partial, listed
 from m31.checkpoint.inventory import ITEMSIZE, expected, numel
 from m31.checkpoint.layout import ShardLayout, plan_shards
 from m31.checkpoint.reader import Checkpoint
@@ -53,6 +53,7 @@ def convert(
     max_shard_bytes: int,
     input_scales: Mapping[str, float],
     progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Convert a checkpoint folder. The destination appears complete or not at all.
 
@@ -67,6 +68,8 @@ def convert(
         input_scales: calibrated encode scales of expert inputs by logical name, for `m31`. Scales that the source has
             are carried over; otherwise see `m31.checkpoint.encoding.default_input_scale`.
         progress: called after every piece.
+        note: called, before the work begins, with each sentence that a person should read: oddities of the source
+            (`Checkpoint.notes`), and what the destination will lack.
 
     Returns:
         The destination, opened and thereby validated.
@@ -89,6 +92,9 @@ def convert(
     official = model.architecture == VISION_LANGUAGE
     shards = plan_shards(plan.values(), max_shard_bytes=max_shard_bytes, official=official)
     extras = _extras(checkpoint)
+    if note is not None:
+        for text in _remarks(checkpoint, extras):
+            note(text)
     job = fingerprint(
         {
             "source": str(folder.resolve()),
@@ -161,6 +167,25 @@ def _extras(checkpoint: Checkpoint) -> dict[str, Path]:
             names.add(INDEX_NAME)
         found |= {f"{FOLDER}/{name}": draft.folder / name for name in sorted(names)}
     return found
+
+
+def _remarks(checkpoint: Checkpoint, extras: Mapping[str, Path]) -> Iterator[str]:
+    """What the source's headers made somebody notice, and the files that stay behind."""
+    yield from checkpoint.notes
+    folders = [checkpoint.folder]
+    if checkpoint.draft is not None:
+        yield from (f"draft head: {text}" for text in checkpoint.draft.notes)
+        folders.append(checkpoint.draft.folder)
+    known = {*extras.values(), *(file.path for file in checkpoint.files), *folders}
+    known |= {checkpoint.folder / name for name in ("config.json", INDEX_NAME)}  # written anew
+    behind = [
+        path.relative_to(checkpoint.folder).as_posix() + "/" * path.is_dir()
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path not in known
+    ]
+    if behind:
+        yield f"not carried over: {listed(behind)}"
 
 
 def _check_space(work: WorkFolder, shards: tuple[ShardLayout, ...], extras: Mapping[str, Path]) -> None:
