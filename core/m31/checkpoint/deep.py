@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from m31.checkpoint.damage import E8M0_LARGE
 from m31.checkpoint.encoding import chunk_rows
 from m31.checkpoint.folder import listed
 from m31.checkpoint.inventory import MX_BLOCK
@@ -24,7 +25,7 @@ _TOLERANCE = 0.05  # of that; rounding the largest block scale costs at most 1/2
 _MX_SHARE, _NV_SHARE = 0.15, 0.05  # of blocks at the maximum before it is worth a word
 _FEW = 200  # blocks below which a share says nothing
 _PLAUSIBLE = (1e-4, 1e3)  # largest weight of a matrix; an inverted scale is off by eight orders (BUG-42)
-_FP8_MAX_CODE, _E4M3_MAX = 0x7E, 448.0
+_FP8_MAX_CODE, _E4M3_MAX, _FLOAT32_MAX = 0x7E, 448.0, 3.4028234663852886e38
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class _Tally:
     at_maximum: int = 0
     silenced: int = 0  # blocks with codes that are not zero under a scale that is
     largest: float = 0.0
+    infinite: bool = False  # decoded values exceed float32
 
 
 def quantised(folder: TensorFolder) -> Iterator[str]:
@@ -53,12 +55,22 @@ def quantised(folder: TensorFolder) -> Iterator[str]:
 def _mxfp8(tensor: QuantizedTensor) -> Iterator[str]:
     import torch
 
+    from m31.formats import mxfp8
+
     tally = _Tally()
     for start, stop in chunk_rows(tensor.shape):
         parts = tensor.slice(0, start, stop).parts()
-        codes = parts["codes"].load().view(torch.uint8) & 0x7F
-        tally.blocks += parts["scale"].load().numel()
-        tally.at_maximum += int((codes.reshape(len(codes), -1, MX_BLOCK).amax(-1) == _FP8_MAX_CODE).sum())
+        stored, scale = parts["codes"].load(), parts["scale"].load()
+        codes = (stored.view(torch.uint8) & 0x7F).reshape(len(stored), -1, MX_BLOCK).amax(-1)
+        tally.blocks += scale.numel()
+        tally.at_maximum += int((codes == _FP8_MAX_CODE).sum())
+        tally.silenced += int(((scale == 0) & (codes != 0)).sum())
+        if bool((scale >= E8M0_LARGE).any()):
+            tally.infinite |= bool(mxfp8.decode(stored, scale, torch.float32).isinf().any())
+    if tally.silenced:
+        yield "have codes under a block scale of 2^-127 (byte 0), which belongs to blocks of zeros"
+    if tally.infinite:
+        yield "decode to infinity"
     if tally.blocks >= _FEW and tally.at_maximum > _MX_SHARE * tally.blocks:
         yield "reach the largest code in far more blocks than a scale that is rounded up allows: saturated"
 
@@ -68,7 +80,7 @@ def _nvfp4(tensor: QuantizedTensor) -> Iterator[str]:
 
     from m31.formats import nvfp4
 
-    tally, unit = _Tally(), torch.ones(1)
+    tally, unit, signed = _Tally(), torch.ones(1), False
     for start, stop in chunk_rows(tensor.shape):
         parts = tensor.slice(0, start, stop).parts()
         packed, scale = parts["packed"].load(), parts["scale"].load()
@@ -78,8 +90,9 @@ def _nvfp4(tensor: QuantizedTensor) -> Iterator[str]:
         tally.at_maximum += int((sizes == _E4M3_MAX).sum())
         tally.silenced += int(((sizes == 0) & (codes != 0)).sum())
         tally.largest = max(tally.largest, float(nvfp4.decode(packed, scale, unit, torch.float32).abs().max()))
-        if bool((sizes < 0).any()):
-            yield "have negative block scales"
+        signed |= bool(sizes.signbit().any())
+    if signed:
+        yield "have negative block scales"
     if tally.silenced:
         yield "have codes under a block scale of zero, which decode to zero"
     if tally.blocks >= _FEW and tally.at_maximum > _NV_SHARE * tally.blocks:
@@ -88,6 +101,8 @@ def _nvfp4(tensor: QuantizedTensor) -> Iterator[str]:
         yield "do not use the range that their global scale gives (largest code times block scale is not 2688)"
     overall = tensor.parts()["global_scale"]
     assert isinstance(overall, GlobalScale)
+    if tally.largest / float(overall.load()) > _FLOAT32_MAX:
+        yield "decode to infinity"
     if tally.largest and not _PLAUSIBLE[0] < tally.largest / float(overall.load()) < _PLAUSIBLE[1]:
         yield "decode to implausibly large or small values: is the global scale inverted?"
     tensor.parts()["input_global_scale"].load()  # refuses what cannot be divided by
