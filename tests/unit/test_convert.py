@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tests.support.quantised import (
     bf16_config,
     bf16_weights,
+    save,
     stored_tensors,
     to_modelopt,
     write_bf16,
@@ -23,6 +25,7 @@ from m31.checkpoint import Checkpoint, QuantizedTensor, convert, random_tensors,
 from m31.checkpoint.conversion import Step
 from m31.checkpoint.workfolder import STATE
 from m31.cli.convert import bar, duration
+from m31.cli.main import main
 from m31.config import parse
 from m31.errors import CheckpointError, ConfigError, NonFiniteWeight, UnsupportedFeature
 
@@ -134,6 +137,42 @@ def test_what_goes_along(bf16: Path, flash: Checkpoint) -> None:
     assert list(flash.folder.parent.iterdir()) == [flash.folder]
 
 
+def test_what_stays_behind_is_told(bf16: Path, flash: Checkpoint, tmp_path: Path) -> None:
+    told: list[str] = []
+    events: list[str] = []
+    shutil.copytree(bf16, tmp_path / "s")
+    (tmp_path / "s" / "figures").mkdir()
+    (tmp_path / "s" / "dspark" / "README.md").write_text("")
+    (tmp_path / "s" / "model.bin").unlink()
+    run(tmp_path / "s", tmp_path / "x", "bf16", note=told.append, progress=lambda _: events.append(told[-1]))
+    assert told == [
+        "ignored other.safetensors: the index does not name them",
+        "left over from an unfinished download: x.part",
+        "not carried over: .hidden, consolidated.pth, figures/, other.safetensors, x.part and 1 more",
+    ]
+    assert set(events) == {told[-1]}  # all before the first step
+    run(flash.folder, tmp_path / "y", "bf16", note=told.append)
+    assert len(told) == 3  # nothing to tell about a folder that m31 wrote
+
+
+def test_the_command_prints_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """M3's layers for multi-token prediction are not written: hours of work later is too late to learn that."""
+    folder = write_bf16(tmp_path / "s", bf16_config(name="m3")).folder
+    (folder / "model.bin").write_text("")
+    mtp = {"model.mtp.layers.0.norm.weight": torch.ones(64)}
+    tensors = stored_tensors(Checkpoint.open(folder)) | mtp
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save(folder / "model.safetensors", tensors)
+    assert main(["convert", str(folder), str(tmp_path / "x"), "--format", "bf16"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "m31: 1 multi-token-prediction tensors ignored: this version does not draft with them",
+        "m31: not carried over: model.bin",
+    ]
+    assert lines[2].startswith(f"m31: wrote {tmp_path / 'x'}: ")
+
+
 def test_mtp_counts_do_not_outlive_the_tensors(tmp_path: Path) -> None:
     source = write_bf16(tmp_path / "s", bf16_config(name="m3"))
     assert source.config.text.num_mtp_layers == 1
@@ -171,6 +210,36 @@ def test_destinations_that_are_refused(bf16: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
     (tmp_path / "empty").mkdir()
     assert run(bf16, tmp_path / "empty", "bf16").names
+
+
+def test_a_link_as_the_destination(bf16: Path, tmp_path: Path) -> None:
+    """The folder that the link names is filled, the link stays; lock and working folder are beside the real one."""
+    (tmp_path / "real" / "empty").mkdir(parents=True)
+    (tmp_path / "links").mkdir()
+    for name, target in (("link", "empty"), ("dangling", "absent")):
+        link = tmp_path / "links" / name
+        link.symlink_to(tmp_path / "real" / target)
+        assert run(bf16, link, "bf16").names
+        assert link.is_symlink()
+        assert (tmp_path / "real" / target / "config.json").exists()
+    assert sorted(path.name for path in (tmp_path / "real").iterdir()) == ["absent", "empty"]
+    assert sorted(path.name for path in (tmp_path / "links").iterdir()) == ["dangling", "link"]
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(CheckpointError, match=r"cannot be resolved|exists and is not a folder"):
+        run(bf16, loop, "bf16")
+
+
+def test_folders_that_cannot_be_replaced(bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tail = r"which a finished conversion cannot replace; expected a folder that is absent, or empty .* folder inside it"
+    for goal in (Path(), tmp_path):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}: is the current directory, {tail}"):
+            run(bf16, goal, "bf16")
+    monkeypatch.setattr("os.path.ismount", lambda _: True)
+    with pytest.raises(CheckpointError, match=rf"disk: is a mount point, {tail}"):
+        run(bf16, tmp_path / "disk", "bf16")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_arguments_that_are_refused(bf16: Path, tmp_path: Path) -> None:
@@ -274,6 +343,33 @@ def test_damaged_leftovers_are_written_again(bf16: Path, flash: Checkpoint, tmp_
         (work / "stray.safetensors").write_bytes(b"stray")
     same(run(bf16, tmp_path / "x", "m31"), flash)
     assert not (tmp_path / "x" / "stray.safetensors").exists()
+
+
+def test_companions_are_those_of_the_last_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_bf16(tmp_path / "s", bf16_config()).folder
+    (source / "merges.txt").write_text("old")
+    (source / "vocab.json").write_text("{}")
+    write_draft(source / "dspark")
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr("m31.checkpoint.workfolder.WorkFolder.publish", stop)
+        with pytest.raises(Stop):
+            run(source, tmp_path / "x", "m31")
+    assert (tmp_path / ".x.m31-convert" / "merges.txt").read_text() == "old"
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".x.m31-convert").glob("*.safetensors")}
+    (source / "merges.txt").write_text("new")
+    (source / "vocab.json").unlink()
+    shutil.rmtree(source / "dspark")
+    write_draft(source / "dspark", seed=6)
+    written = run(source, tmp_path / "x", "m31").folder
+    assert {path.name: path.stat().st_mtime_ns for path in written.glob("*.safetensors")} == before
+    assert (written / "merges.txt").read_text() == "new"
+    assert not (written / "vocab.json").exists()
+    draft = "dspark/model.safetensors"
+    assert (written / draft).read_bytes() == (source / draft).read_bytes()
 
 
 def test_leftovers_of_another_job_are_neither_used_nor_deleted(bf16: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.quantised import (
 )
 
 from m31.checkpoint import Checkpoint, QuantizedTensor, inspect, render
-from m31.formats import mxfp8
+from m31.formats import mxfp8, nvfp4
 
 EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2"
 LINEAR = "model.layers.1.self_attn.q_proj"
@@ -116,6 +116,34 @@ def test_range_that_is_not_used(ckpt: Path) -> None:
     scale = Checkpoint.open(ckpt).stored(f"{EXPERT}.weight_scale").load()
     halved = (scale.float() / 2).to(torch.float8_e4m3fn)
     assert any("do not use the range" in text for text in changed(ckpt, **{f"{EXPERT}.weight_scale": halved}))
+
+
+@pytest.mark.parametrize("smaller", ["w1", "w3"])
+def test_gate_and_up_under_one_global_scale(ckpt: Path, smaller: str) -> None:
+    """A joint amax is legal and what a fused kernel wants: one of the two then stays away from 2688."""
+    stem, larger = EXPERT.removesuffix("w2"), {"w1": "w3", "w3": "w1"}[smaller]
+    before, checkpoint = set(inspect(ckpt, deep=True).suspicious), Checkpoint.open(ckpt)
+    tensors = stored_tensors(checkpoint)
+    joint = nvfp4.global_scale(checkpoint.tensor(f"{stem}{larger}.weight").load().abs().max())
+    weight = checkpoint.tensor(f"{stem}{smaller}.weight").load() / 4
+    small, large = nvfp4.encode(weight, joint), nvfp4.encode(checkpoint.tensor(f"{stem}{larger}.weight").load(), joint)
+    for which, encoded in ((smaller, small), (larger, large)):
+        tensors[f"{stem}{which}.weight_packed"], tensors[f"{stem}{which}.weight_scale"] = encoded[:2]
+        tensors[f"{stem}{which}.weight_global_scale"] = joint
+    save(ckpt / "model.safetensors", tensors)
+    assert set(inspect(ckpt, deep=True).suspicious) - before == set()
+    # Under a G of its own, however close, it is a finding; and so is a pair of which neither uses the range.
+    text = "do not use the range that their global scale gives (largest code times block scale is not 2688): "
+    tensors[f"{stem}{smaller}.weight_global_scale"] = joint.nextafter(torch.zeros(1))
+    save(ckpt / "model.safetensors", tensors)
+    assert f"1 quantised weights {text}{stem}{smaller}.weight" in inspect(ckpt, deep=True).suspicious
+    for which in (smaller, larger):
+        scale = tensors[f"{stem}{which}.weight_scale"]
+        tensors[f"{stem}{which}.weight_scale"] = (scale.float() / 2).to(torch.float8_e4m3fn)
+        tensors[f"{stem}{which}.weight_global_scale"] = joint
+    save(ckpt / "model.safetensors", tensors)
+    pair = f"{stem}w1.weight, {stem}w3.weight"
+    assert f"2 quantised weights {text}{pair}" in inspect(ckpt, deep=True).suspicious
 
 
 def test_zero_and_negative_block_scales(ckpt: Path) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from m31.checkpoint.draft import FOLDER
 from m31.checkpoint.encoding import check_input_scales, default_input_scale, encode, units
-from m31.checkpoint.folder import INDEX_NAME, is_partial
+from m31.checkpoint.folder import INDEX_NAME, is_partial, listed
 from m31.checkpoint.inventory import ITEMSIZE, expected, numel
 from m31.checkpoint.layout import ShardLayout, plan_shards
 from m31.checkpoint.reader import Checkpoint
@@ -53,20 +53,23 @@ def convert(
     max_shard_bytes: int,
     input_scales: Mapping[str, float],
     progress: Progress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Convert a checkpoint folder. The destination appears complete or not at all.
 
     A run that was interrupted in any way continues where it stopped when it is started again with the same arguments
-    and an unchanged source; finished files are verified by size and hash first.
+    and unchanged weights; finished shards are verified by size and hash first. Files that go along are copied anew.
 
     Args:
         source: folder of any format that m31 reads.
-        destination: absent, or an empty folder.
+        destination: absent, or an empty folder; links are followed.
         target: `m31` (MXFP8 linears, NVFP4 experts), `m3-mxfp8` (MXFP8 throughout) or `bf16`.
         max_shard_bytes: tensor data per shard; one larger weight gets a shard of its own.
         input_scales: calibrated encode scales of expert inputs by logical name, for `m31`. Scales that the source has
             are carried over; otherwise see `m31.checkpoint.encoding.default_input_scale`.
         progress: called after every piece.
+        note: called, before the work begins, with each sentence that a person should read: oddities of the source
+            (`Checkpoint.notes`), and what the destination will lack.
 
     Returns:
         The destination, opened and thereby validated.
@@ -77,11 +80,11 @@ def convert(
         CheckpointError, ConfigError: the source is not valid, the destination is not empty, lies inside the source or
             has too little space, or an unfinished conversion there is of another job.
     """
-    folder, goal = Path(source), Path(destination)
+    folder, goal = Path(source), _real(Path(destination))
     checkpoint = Checkpoint.open(folder)
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}", expected="a positive number of bytes")
-    if goal.resolve().is_relative_to(folder.resolve()):
+    if goal.is_relative_to(folder.resolve()):
         raise CheckpointError("lies inside the source", where=str(goal), fix="choose a destination outside of it")
     mapping, model = target_config(read_object(folder / "config.json"), checkpoint.config, target)
     plan = {unit.name: unit for unit in units(expected(model))}
@@ -89,6 +92,9 @@ def convert(
     official = model.architecture == VISION_LANGUAGE
     shards = plan_shards(plan.values(), max_shard_bytes=max_shard_bytes, official=official)
     extras = _extras(checkpoint)
+    if note is not None:
+        for text in _remarks(checkpoint, extras):
+            note(text)
     job = fingerprint(
         {
             "source": str(folder.resolve()),
@@ -102,18 +108,43 @@ def convert(
         goal.parent.mkdir(parents=True, exist_ok=True)
         with locked(goal):
             check_destination(goal)
-            work = WorkFolder(goal, job)
+            # Only shards are in the fingerprint: whatever goes along unchanged is copied anew, as it is now.
+            work = WorkFolder(goal, job, reusable={shard.file for shard in shards})
             try:
                 _check_space(work, shards, extras)
                 _fill(work, checkpoint, shards, input_scales, progress)
                 _companions(work, extras, shards, mapping)
-                Checkpoint.open(work.path)  # what could not be read back must not be published
+                # What could not be read back must not be published. Companions may have changed since they were listed.
+                _ = Checkpoint.open(work.path).draft
                 work.publish(goal)
             finally:
                 work.discard_if_empty()
     except OSError as exc:
         raise CheckpointError(f"cannot be written ({exc})", where=str(goal), fix="check space and permissions") from exc
     return Checkpoint.open(goal)
+
+
+def _real(destination: Path) -> Path:
+    """The destination without links, so that lock, working folder and the last rename all happen beside the real one.
+
+    Raises:
+        CheckpointError: it goes in circles, or it is a folder that the last rename could not or should not replace.
+    """
+    try:
+        goal, here = destination.resolve(), Path.cwd()
+    except (OSError, RuntimeError) as exc:  # RuntimeError: a loop of links, before Python 3.13
+        raise CheckpointError(
+            f"cannot be resolved ({exc})", where=str(destination), expected="a path whose links end somewhere"
+        ) from exc
+    what = "the current directory" if goal == here else "a mount point" if os.path.ismount(goal) else None
+    if what is not None:
+        raise CheckpointError(
+            f"is {what}, which a finished conversion cannot replace",
+            where=str(goal),
+            expected="a folder that is absent, or empty and not in use",
+            fix="choose a new folder inside it",
+        )
+    return goal
 
 
 def _extras(checkpoint: Checkpoint) -> dict[str, Path]:
@@ -138,9 +169,28 @@ def _extras(checkpoint: Checkpoint) -> dict[str, Path]:
     return found
 
 
+def _remarks(checkpoint: Checkpoint, extras: Mapping[str, Path]) -> Iterator[str]:
+    """What the source's headers made somebody notice, and the files that stay behind."""
+    yield from checkpoint.notes
+    folders = [checkpoint.folder]
+    if checkpoint.draft is not None:
+        yield from (f"draft head: {text}" for text in checkpoint.draft.notes)
+        folders.append(checkpoint.draft.folder)
+    known = {*extras.values(), *(file.path for file in checkpoint.files), *folders}
+    known |= {checkpoint.folder / name for name in ("config.json", INDEX_NAME)}  # written anew
+    behind = [
+        path.relative_to(checkpoint.folder).as_posix() + "/" * path.is_dir()
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path not in known
+    ]
+    if behind:
+        yield f"not carried over: {listed(behind)}"
+
+
 def _check_space(work: WorkFolder, shards: tuple[ShardLayout, ...], extras: Mapping[str, Path]) -> None:
     need = sum(shard.size for shard in shards if shard.file not in work.done)
-    need += sum(path.stat().st_size for name, path in extras.items() if name not in work.done)
+    need += sum(path.stat().st_size for path in extras.values())
     free = shutil.disk_usage(work.path).free
     if need + _RESERVE > free:
         raise CheckpointError(
@@ -219,9 +269,8 @@ def _companions(
     work: WorkFolder, extras: Mapping[str, Path], shards: tuple[ShardLayout, ...], mapping: Mapping[str, object]
 ) -> None:
     for name, path in extras.items():
-        if name not in work.done:
-            copy_file(path, work.draft(name))
-            work.finish(name)
+        copy_file(path, work.draft(name))
+        work.finish(name)
     weight_map = {name: shard.file for shard in shards for name in shard.stored_names}
     total = sum(shard.size - len(shard.header) for shard in shards)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

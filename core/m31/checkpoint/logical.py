@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from m31.checkpoint.damage import check_scale
 from m31.checkpoint.inventory import ITEMSIZE, MX_BLOCK, NV_GROUP, numel
 from m31.checkpoint.lazy import LazyTensor
 from m31.errors import CheckpointError, NonFiniteWeight
@@ -140,6 +141,7 @@ class QuantizedTensor:
 
         Raises:
             NonFiniteWeight: the global scale cannot be divided by.
+            DamagedScale: a block scale is NaN or has a sign.
             TruncatedShard, CheckpointError: a file changed or vanished since it was opened.
         """
         import torch
@@ -147,9 +149,13 @@ class QuantizedTensor:
         from m31.formats import mxfp8, nvfp4
 
         parts = dict(self._parts)
+        stored = parts["scale"]
+        assert isinstance(stored, LazyTensor)
+        scale = stored.load()
+        check_scale(stored, scale)
         if self.format == "mxfp8":
-            return mxfp8.decode(parts["codes"].load(), parts["scale"].load(), torch.float32)
-        scale, overall = parts["scale"].load(), parts["global_scale"].load()
+            return mxfp8.decode(parts["codes"].load(), scale, torch.float32)
+        overall = parts["global_scale"].load()
         return nvfp4.decode(parts["packed"].load(), scale, overall, torch.float32)
 
     def slice(self, dim: int, start: int, stop: int) -> QuantizedTensor:

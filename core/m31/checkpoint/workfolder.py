@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,22 +87,27 @@ def _acquire(path: Path, destination: Path) -> int:
 class WorkFolder:
     """The growing folder of one job. Open it with the lock held.
 
+    Args:
+        destination: what it becomes.
+        job: `fingerprint` of everything that the bytes of the reusable files depend on.
+        reusable: names of the files that may be taken over from an earlier run of the same job; others are removed.
+
     Attributes:
         path: where it is.
         done: finished files, name -> [size, hash]; verified when they come from an earlier run.
     """
 
-    def __init__(self, destination: Path, job: str) -> None:
+    def __init__(self, destination: Path, job: str, *, reusable: Set[str]) -> None:
         self.path = destination.parent / f".{destination.name}.m31-convert"
         self.done: dict[str, list[Any]] = {}
         self._job = job
         existed = self.path.exists()
         self.path.mkdir(exist_ok=True)
         if existed:
-            self._take_over()
+            self._take_over(reusable)
         self._save()
 
-    def _take_over(self) -> None:
+    def _take_over(self, reusable: Set[str]) -> None:
         """Keep what an earlier run of the same job finished, remove the rest."""
         state = self.path / STATE
         if state.exists():
@@ -113,7 +118,7 @@ class WorkFolder:
             files = found.get("files")
             if found.get("job") != self._job or not isinstance(files, dict):
                 raise self._foreign("belongs to another source, format or version")
-            self.done = {name: entry for name, entry in files.items() if self._intact(name, entry)}
+            self.done = {name: entry for name, entry in files.items() if name in reusable and self._intact(name, entry)}
         for path in sorted(self.path.rglob("*"), reverse=True):
             name = path.relative_to(self.path).as_posix()
             if path.is_file() and name not in self.done and name != STATE:

@@ -76,6 +76,7 @@ def command(args: argparse.Namespace, out: Output) -> int:
             max_shard_bytes=MAX_SHARD_BYTES,
             input_scales={},
             progress=shown,
+            note=out.note,  # before the first step, so that the bar is not there yet
         )
     finally:
         shown.clear()
