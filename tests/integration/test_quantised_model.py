@@ -114,7 +114,7 @@ def test_damage_is_found_before_it_can_spread(folders: dict[str, Path], tmp_path
     for number in range(quantised.EXPERTS):
         bad = damage(bad, f"{expert}.{number}.w1.weight_scale", tmp_path / str(number))
     model = load(bad)
-    with pytest.raises(NonFiniteWeight, match=rf"{expert}\.\d\.w1\.weight.*16 of 2048 values"):
+    with pytest.raises(NonFiniteWeight, match=rf"{expert}\.\d\.w1\.weight_scale' holds nan at flat index 0"):
         model.logits(IDS)
     assert model.engine.pool.free == model.engine.pool.pages
 
