@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl as hf_config
+from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hf_model
 
 from m31 import config
 from m31.checkpoint import Checkpoint, check_finite, expected, inspect, random_tensors, write
 from m31.errors import UnexpectedTensor
-
-transformers = pytest.importorskip("transformers", minversion="5.23")
-from transformers.models.minimax_m3_vl import configuration_minimax_m3_vl as hf_config  # noqa: E402
-from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hf_model  # noqa: E402
 
 TEXT: dict[str, Any] = {
     "vocab_size": 300,
