@@ -88,6 +88,7 @@ class FakeModel:
     formats: Mapping[str, str] = field(
         default_factory=lambda: {"weights": "bf16", "kv": "float32", "index": "float32", "compute": "float32"}
     )
+    notes: Sequence[str] = ()
     endless: bool = False
     prefill_seconds: float = 0.0
     step_seconds: float = 0.0

@@ -352,3 +352,10 @@ def test_exit_codes_in_the_help_are_those_in_use() -> None:
         if isinstance(value, type) and issubclass(value, errors.M31Error)
     }
     assert documented == codes | {0, 2, module.INTERNAL, module.INTERRUPTED, module.CLOSED}
+
+
+def test_what_loading_went_on_with_is_told(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    """BUG-103: a stray shard is ignored, and said to be."""
+    fake.notes = ("stray.safetensors is not named by the index and is ignored",)
+    assert main(["run", "ckpt", "hi"]) == 0
+    assert "m31: note: stray.safetensors is not named by the index and is ignored" in capsys.readouterr().err

@@ -148,3 +148,30 @@ def test_a_plan_reuses_its_buffers_and_overwrites_all_it_reads() -> None:
     addresses = [b.data_ptr() for p, _ in engine._plans.values() for b in p._buffers.values()]  # type: ignore[attr-defined]
     torch.testing.assert_close(logits(engine, prompt), first, rtol=0, atol=0)
     assert addresses == [b.data_ptr() for p, _ in engine._plans.values() for b in p._buffers.values()]  # type: ignore[attr-defined]
+
+
+def test_a_sequence_that_leaves_in_mid_step_keeps_its_pages_until_the_step_is_over() -> None:
+    """The garbage collector may end an abandoned generation inside a step of the same thread."""
+    values = tiny.weights(tiny.trace(M31), seed=5)
+    engine = tiny.engine(M31, values, dtype="float64")
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    stays, leaves = (Sequence(prompt=(5, 6, n), params=params, seed=0, request=0, stop_ids=frozenset()) for n in (7, 8))
+    engine.add(stays)
+    engine.add(leaves)
+    engine.step()
+    schedule = engine._schedule
+
+    def and_collect() -> list[tuple[Sequence, int]]:
+        work = schedule()
+        engine.remove(leaves)
+        assert leaves.pages
+        return work
+
+    engine._schedule = and_collect  # type: ignore[method-assign]
+    engine.step()
+    engine._schedule = schedule  # type: ignore[method-assign]
+    assert (len(leaves.sampled), leaves.pages) == (1, [])
+    while engine.busy:
+        engine.step()
+    assert [t.token_id for t in stays.sampled] == greedy(tiny.engine(M31, values, dtype="float64"), [[5, 6, 7]], 6)[0]
+    assert engine.pool.free == engine.pool.pages

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from m31.config.model import Model, Text, Vision, WeightFormat
 from m31.errors import UnsupportedFeature
@@ -26,18 +26,7 @@ Group = Literal[
 ]
 Storage = Literal["plain", "fp8", "e8m0_scale", "fp4_packed", "fp8_scale", "global_scale"]
 
-GROUPS: tuple[Group, ...] = (
-    "routed_experts",
-    "attention",
-    "index",
-    "dense_mlp",
-    "shared_experts",
-    "embeddings",
-    "router",
-    "norms",
-    "vision",
-    "projector",
-)
+GROUPS: tuple[Group, ...] = get_args(Group)
 MX_BLOCK = 32  # inputs per E8M0 scale, MODEL.md §3.1
 NV_GROUP = 16  # inputs per E4M3 scale, MODEL.md §3.2
 ITEMSIZE = {

@@ -78,6 +78,8 @@ class Model(Protocol):
     def formats(self) -> Mapping[str, str]: ...
     @property
     def template(self) -> object | None: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
     def generate(self, prompt: str, sampling: Any = None, *, special: bool = True) -> Generation: ...
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
 
@@ -235,6 +237,8 @@ def announce(model: Model, out: Output, prompt_kind: str) -> None:
         decision = {"name": model.decision.name, "reason": model.decision.reason}
         out.event("start", backend=decision, formats=dict(model.formats), prompt=prompt_kind)
     out.note(f"backend {model.decision.name}: {model.decision.reason}; prompt: {prompt_kind}")
+    for note in model.notes:  # a stray file, an ignored tensor: what loading went on with is not kept quiet
+        out.note(f"note: {note}")
 
 
 def stats_fields(stats: Stats) -> dict[str, float | int | None]:

@@ -44,8 +44,8 @@ def load(
         backend: a backend's name; None chooses (see `m31 backends`).
         device: passed to the backend; None is its own choice.
         dtype: compute dtype, `float32` or `float64` on the reference.
-        kv_dtype: format of K and V in the pages; None is the backend's default, the first of its list that the
-            arithmetic can read.
+        kv_dtype: format of K and V in the pages; None is the backend's default, the first of its list, or `nvfp4` with
+            an arithmetic that reads keys and values as E4M3.
         index_dtype: format of the index keys; likewise.
         arithmetic: what else is quantised, a name of `m31.formats.arithmetic`; None is the backend's own. On the
             reference that is nothing, and other names imitate what a kernel with that arithmetic computes.
@@ -82,12 +82,11 @@ def load(
         device=device, dtype=dtype, rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
     )
     limits = session.limits(config)
-    readable = limits.kv_formats
-    if session.numerics.kv_read == "e4m3":  # an arithmetic that reads E4M3 has pages of its own as default
-        readable = (
-            tuple(sorted((f for f in readable if f in ("nvfp4", "fp8")), reverse=True)) or readable
-        )  # nvfp4 first
-    kv_format = _choose("KV", kv_dtype, limits.kv_formats if kv_dtype is not None else readable, name)
+    if kv_dtype is None and session.numerics.kv_read == "e4m3" and "nvfp4" in limits.kv_formats:
+        kv_dtype = (
+            "nvfp4"  # what an arithmetic that reads E4M3 is made for; the backend's default may be unreadable to it
+        )
+    kv_format = _choose("KV", kv_dtype, limits.kv_formats, name)
     index_format = _choose("index key", index_dtype, limits.index_formats, name)
     spec = KVSpec.of(text, kv_format, index_format)
     graph = trace(text, _rounding(session, spec))

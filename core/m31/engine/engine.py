@@ -118,6 +118,8 @@ class Engine:
         self._running: list[Sequence] = []
         self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch]] = OrderedDict()
         self.lock = threading.RLock()  # one step at a time, whichever thread asks for it
+        self._computing = False
+        self._leaving: list[Sequence] = []  # removed while a step was computing with their pages
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit the pool; `m31.engine.model` checks the limits that users know by name."""
@@ -134,6 +136,11 @@ class Engine:
         """Take a sequence out, finished or not, and free its pages. Removing twice does nothing."""
         with self.lock:
             sequence.done = True
+            if self._computing:
+                # The lock does not keep out this thread's own garbage collector, which may end an abandoned
+                # generation at any allocation: its pages go back when the step no longer needs them.
+                self._leaving.append(sequence)
+                return
             if sequence in self._waiting:
                 self._waiting.remove(sequence)
             if sequence in self._running:
@@ -152,16 +159,23 @@ class Engine:
             self._step()
 
     def _step(self) -> None:
-        self._admit()
-        work = self._schedule()
-        if not work:
-            raise M31Error(
-                "no sequence can run", where="engine", fix="report this: an admitted sequence must always run"
-            )
-        logits, owners = self._forward(work)
-        results = [self._result(sequence, logits[row]) for sequence, row in owners]
+        self._computing = True
+        try:
+            self._admit()
+            work = self._schedule()
+            if not work:
+                raise M31Error(
+                    "no sequence can run", where="engine", fix="report this: an admitted sequence must always run"
+                )
+            logits, owners = self._forward(work)
+            results = [self._result(sequence, logits[row]) for sequence, row in owners]
+        finally:
+            self._computing = False
+            while self._leaving:
+                self.remove(self._leaving.pop())
         for (sequence, _), result in zip(owners, results, strict=True):
-            self._deliver(sequence, result)
+            if not sequence.done:
+                self._deliver(sequence, result)
         # Last: a sequence that lags behind what it was given computes the same again, one that ran ahead would wait
         # for a token that never comes.
         for sequence, count in work:

@@ -175,7 +175,7 @@ class Model:
     Attributes:
         config: the typed description.
         decision: the backend chosen and why.
-        formats: weights, kv, index and compute, by name.
+        formats: weights, kv, index, compute and arithmetic, by name.
         tokenizer, template: None when the checkpoint has none; using them then says so.
         cap: the most tokens of one sequence.
         notes: what loading noticed and went on with.
