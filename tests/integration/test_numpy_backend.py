@@ -22,12 +22,14 @@ from tests.unit.import_rules import backend_faults, files
 from m31 import config, ops
 from m31 import graph as graph_room
 from m31.config import Text
+from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine, Sequence
 from m31.errors import BackendRefused, LayoutMismatch, NonFiniteWeight
-from m31.graph import DefaultPlan, Kernel, OpInstance, Refusal, Shard, StepBatch, StepClass, bind, trace
+from m31.graph import DefaultPlan, Kernel, OpInstance, Refusal, Shard, StepBatch, StepClass, trace
 from m31.ops import Case, OpSpec
 from m31.sdk.backend import KVCache, KVSpec, Session
 from m31.sdk.manifest import read_manifest
+from m31.sdk.serving import Serving
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "numpy_backend"
@@ -328,18 +330,16 @@ def test_damaged_weights_are_refused_by_name(session: Session) -> None:
 # --- the whole model -------------------------------------------------------------------------
 
 
+def compiled(session: Session, text: Text, values: Mapping[str, Any]) -> Compiler:
+    serving = Serving("numpy", session)
+    weights = whole(serving, lambda name: tiny.held(name, values[name]))  # type: ignore[arg-type, return-value]
+    return Compiler(serving, trace(text), weights)
+
+
 def engine(session: Session, text: Text, values: Mapping[str, Any], chunk: int, form: Any = "float32") -> Engine:
-    graph = trace(text)
-    handles = {}
-    for call in graph.calls:
-        if call.op.weights is not None:
-            slots = {s: tiny.held(t.name, values[t.name]) for s, t in call.op.weights.slots.items()}
-            handles[call.op.weights.name] = session.prepare(call.op, slots, WHOLE)
     cache = session.kv_layout(KVSpec.of(text, form, form)).allocate(64)
     cache.poison(range(64))
-    return Engine(
-        session=session, who="numpy", graph=graph, handles=handles, cache=cache, page_tokens=4, chunk_tokens=chunk
-    )
+    return Engine(compiler=compiled(session, text, values), cache=cache, page_tokens=4, chunk_tokens=chunk)
 
 
 def logits(made: Engine, prompts: list[list[int]]) -> list[np.ndarray]:
@@ -396,13 +396,7 @@ def filled(batch: StepBatch, seed: int, lengths: list[int]) -> None:
 def test_a_plan_is_replayed_over_the_same_memory(session: Session) -> None:
     """Changed contents and sizes, the same buffers; and the same bits as the core's own plan over the same kernels."""
     text = tiny.text()
-    graph, values = trace(text), tiny.weights(trace(text), seed=2)
-    handles = {}
-    for call in graph.calls:
-        if call.op.weights is not None:
-            slots = {s: tiny.held(t.name, values[t.name]) for s, t in call.op.weights.slots.items()}
-            handles[call.op.weights.name] = session.prepare(call.op, slots, WHOLE)
-    bound = bind(graph, session, STEP, handles, "numpy")
+    bound = compiled(session, text, tiny.weights(trace(text), seed=2)).bind(STEP)
     plan = session.compile(bound, STEP)
     other = DefaultPlan(bound, STEP, session.dtypes, session.device)
     batch = StepBatch.allocate(STEP, session.device)
@@ -448,6 +442,7 @@ def test_what_is_served_can_be_named() -> None:
     limits = opened.limits(config.parse(config.published("m3.1-flash"), where="published"))
     assert (limits.kv_formats, limits.index_formats) == (MANIFEST.formats.kv, MANIFEST.formats.index)
     assert limits.max_context == MANIFEST.limits.context_tokens
+    assert MANIFEST.arithmetic == (opened.numerics.name,)
     assert 0 < opened.memory_free() < 1 << 50
 
 
@@ -472,7 +467,7 @@ def test_it_knows_only_the_sdk_and_keeps_torch_at_the_door() -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with m31 and the example as wheels; what they depend on is borrowed from this one."""
+    """The commands of a fresh environment with m31 and the example installed; what they need is borrowed from here."""
     folder = tmp_path_factory.mktemp("fresh") / "venv"
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     python = folder / "bin" / "python"
@@ -497,7 +492,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     where = run([str(python), "-c", "import m31, m31_numpy; print(m31.__file__); print(m31_numpy.__file__)"])
     assert all(line.startswith(str(folder)) for line in where.split())
-    return folder / "bin" / "m31"
+    return folder / "bin"
 
 
 def run(command: list[str]) -> str:
@@ -507,26 +502,45 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def tokens(command: Path, folder: Path, backend: str, *flags: str) -> tuple[list[int], dict[str, Any]]:
-    """Greedy token ids of `m31 run --json`, and its first event."""
-    greedy = ["--temperature", "0", "--max-tokens", "24", "--ignore-eos", "--max-context", "2048", "--json"]
-    out = run([str(command), "run", str(folder), "Andromeda is", "--backend", backend, *greedy, *flags])
-    events = [json.loads(line) for line in out.splitlines()]
-    return [i for e in events if e["event"] == "token" for i in e["token_ids"]], events[0]
+# One process, since each one that computes takes seconds to start: makes a checkpoint of each kind, and has both
+# backends continue the prompt on both.
+_BOTH = """
+import contextlib, json, sys
+import m31
+from m31.cli.main import main
+demo, quantised, prompt = sys.argv[1:]
+with contextlib.redirect_stdout(sys.stderr):
+    assert main(["demo", demo]) == 0
+    assert main(["convert", demo, quantised, "--format", "m31"]) == 0
+said = []
+for folder, form in ((demo, None), (quantised, "bfloat16")):
+    for backend in ("numpy", "reference"):
+        model = m31.load(folder, backend=backend, max_context=2048, kv_dtype=form, index_dtype=form)
+        generation = model.generate(prompt, max_tokens=24, temperature=0, ignore_eos=True)
+        list(generation.events())
+        said.append((backend, model.formats["weights"], model.formats["kv"], generation.token_ids))
+print(json.dumps(said))
+"""
 
 
 def test_installed_it_runs_beside_the_reference(environment: Path, tmp_path: Path) -> None:
-    listed = json.loads(run([str(environment), "backends", "--json"]))
+    m31, python = str(environment / "m31"), str(environment / "python")
+    listed = json.loads(run([m31, "backends", "--json"]))
     (mine,) = [b for b in listed["backends"] if b["name"] == "numpy"]
     assert (mine["distribution"], mine["version"], mine["builtin"]) == ("m31-numpy-backend", "0.1.0", False)
     assert listed["chosen"] == "reference", "an example is never chosen unasked"
-    demo, quantised = tmp_path / "demo", tmp_path / "quantised"
-    run([str(environment), "demo", str(demo)])
-    run([str(environment), "convert", str(demo), str(quantised), "--format", "m31"])
-    bf16 = ("--kv-dtype", "bfloat16", "--index-dtype", "bfloat16")
-    for folder, flags in ((demo, ()), (quantised, bf16)):
-        got, start = tokens(environment, folder, "numpy", *flags)
-        want, _ = tokens(environment, folder, "reference", *flags)
-        assert start["backend"]["name"] == "numpy"
-        assert len(got) == 24
-        assert got == want
+
+    demo, prompt = str(tmp_path / "demo"), "The Andromeda galaxy is"
+    said = json.loads(run([python, "-c", _BOTH, demo, str(tmp_path / "quantised"), prompt]))
+    assert [backend for backend, *_ in said] == ["numpy", "reference"] * 2
+    for (_, *mine_said), (_, *reference_said) in (said[:2], said[2:]):
+        assert mine_said == reference_said
+        assert len(mine_said[-1]) == 24
+    assert set(said[2][1].split("+")) == {"mxfp8", "nvfp4", "bfloat16", "float32"}
+    assert said[0][3] != said[2][3], "quantised weights speak otherwise"
+
+    greedy = ["--temperature", "0", "--max-tokens", "24", "--ignore-eos", "--max-context", "2048"]
+    out = run([m31, "run", demo, prompt, "--raw", "--backend", "numpy", "--json", *greedy])
+    start, *events = [json.loads(line) for line in out.splitlines()]
+    assert start["backend"] == {"name": "numpy", "reason": "asked for by argument"}
+    assert [i for e in events if e["event"] == "token" for i in e["token_ids"]] == said[0][3]

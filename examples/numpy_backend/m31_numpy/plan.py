@@ -25,12 +25,7 @@ class NumpyPlan:
         graph = bound.graph
         self._types, self._output = graph.types, graph.output
         self._calls = [
-            (
-                bound.kernels[call.op.name].run,
-                call.reads,
-                call.writes,
-                bound.handles[call.op.weights.name] if call.op.weights else None,
-            )
+            (bound.assigned[call.op.name].kernel.run, call.reads, call.writes, bound.handles.get(call.op.name))
             for call in graph.calls
         ]
         # A state that an op returns is the cache itself, under another name.

@@ -18,7 +18,7 @@ from m31.sdk import LazyTensor
 from m31_numpy.codes import Array, decode_mxfp8, decode_nvfp4, from_bf16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Weights:
     """The weights of one op, see `m31.graph.WeightHandle`.
 
