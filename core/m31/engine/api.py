@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ from m31.engine.model import Cap, Model
 from m31.engine.opening import open_serving
 from m31.errors import BackendRefused, MemoryBudgetExceeded, RequestError
 from m31.formats.layout import ScaleOrder
-from m31.graph import NO_ROUNDING, ModelGraph, Rounding, StepClass, trace
+from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, StepClass, trace
 from m31.sdk.backend import KVCache, KVLayout, KVSpec, LazyTensor, Session
 from m31.sdk.manifest import Manifest
 from m31.text.template import ChatTemplate
@@ -119,11 +120,25 @@ def load(
         cap=cap,
         tokenizer=tokenizer,
         template=template,
-        notes=(*checkpoint.notes, *dict.fromkeys(note for s in serving.sessions.values() for note in s.notes)),
+        notes=(
+            *checkpoint.notes,
+            *_fallback_note(name, assigned),
+            *dict.fromkeys(note for s in serving.sessions.values() for note in s.notes),
+        ),
     )
 
 
 F = TypeVar("F", bound=str)
+
+
+def _fallback_note(name: str, assigned: list[tuple[OpInstance, Assigned]]) -> Iterator[str]:
+    """What the backend leaves to another one, if it leaves anything."""
+    elsewhere: dict[str, set[str]] = {}
+    for op, found in assigned:
+        if found.fallback is not None:
+            elsewhere.setdefault(found.by, set()).add(op.spec.name)
+    for other, ops in elsewhere.items():
+        yield f"backend {name} leaves these ops to {other}, as its manifest declares: {', '.join(sorted(ops))}"
 
 
 def _choose(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
