@@ -15,6 +15,7 @@ from tests.support.numpy_example import STEP, kernel, open_numpy
 
 from m31 import ops
 from m31.config import Text
+from m31.conformance import check_fixed_buffers, check_layout_id, check_linear_arithmetic, check_release
 from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine, Sequence
 from m31.errors import BackendRefused, LayoutMismatch
@@ -223,3 +224,21 @@ def test_a_plan_is_replayed_over_the_same_memory(session: Session) -> None:
     assert len(addresses) == 1, "the logits lie where they lay"
     assert torch.equal(results[0], results[3])
     assert not torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_keeps_the_rules_of_the_contract(session: Session, seed: int) -> None:
+    """The core's own checks, on a backend that the core does not know."""
+    text = tiny.quantisable()
+    graph = trace(text)
+    values = tiny.quantised(graph, tiny.weights(graph, seed=seed))
+    check_layout_id(session.kv_layout(SPEC))
+    for op in {call.op.spec.name: call.op for call in graph.calls if call.op.weights is not None}.values():
+        check_release(session, op, {s: tiny.held(t.name, values[t.name]) for s, t in op.slots.items()})
+    linear = next(call.op for call in graph.calls if call.op.spec.name == "linear")
+    check_linear_arithmetic(session, linear, STEP, seed=seed)
+    plan = session.compile(compiled(session, text, values).bind(STEP), STEP)
+    batches = [StepBatch.allocate(STEP, session.device) for _ in range(3)]
+    for batch, lengths in zip(batches, ([9, 7], [1, 2, 3], [16]), strict=True):
+        filled(batch, seed, lengths)
+    check_fixed_buffers(plan, batches, session.kv_layout(KVSpec.of(text, "float32", "float32")).allocate(16))
