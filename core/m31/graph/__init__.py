@@ -1,5 +1,6 @@
 """The model as one readable graph, its steps, and its plans (DESIGN.md §5, §6)."""
 
+from m31.graph.placement import Cut, KVShare, Part, kv_share, narrow, placement
 from m31.graph.plan import (
     Arithmetic,
     Binder,
@@ -13,8 +14,10 @@ from m31.graph.plan import (
     bind,
 )
 from m31.graph.rounding import NO_ROUNDING, Rounding
+from m31.graph.shard import shard
 from m31.graph.step import StepBatch, StepClass, StepSize
 from m31.graph.trace import STEP_INPUTS, Call, ModelGraph, OpInstance, infer, trace
+from m31.parallel import Shard, ShardRefused
 
 __all__ = [
     "NO_ROUNDING",
@@ -23,19 +26,28 @@ __all__ = [
     "Binder",
     "BoundGraph",
     "Call",
+    "Cut",
     "DefaultPlan",
+    "KVShare",
     "Kernel",
     "ModelGraph",
     "OpInstance",
+    "Part",
     "Plan",
     "Refusal",
     "Rounding",
     "RunKernel",
+    "Shard",
+    "ShardRefused",
     "StepBatch",
     "StepClass",
     "StepSize",
     "WeightHandle",
     "bind",
     "infer",
+    "kv_share",
+    "narrow",
+    "placement",
+    "shard",
     "trace",
 ]

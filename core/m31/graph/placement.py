@@ -1,0 +1,189 @@
+"""Which part of each logical tensor a rank reads, and of the KV pages it holds (MODEL.md §2.4, §8).
+
+Heads, feed-forward widths and the vocabulary of the head are spread; everything that decides (norms, router, index key)
+and the embedding table is on every rank: a lookup of rows that lie on another rank would need a collective of its own
+to save what a mapped file does not cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+from m31.config import Text
+from m31.errors import GraphError
+from m31.formats import mxfp8, nvfp4
+from m31.graph.trace import ModelGraph
+from m31.ops import TensorDecl
+from m31.parallel import Shard, ShardRefused
+
+BLOCKS = {"plain": 1, "mxfp8": mxfp8.GROUP, "nvfp4": nvfp4.GROUP}
+"""Inputs of a matrix that share a scale, by storage format: no cut may divide them."""
+
+_ON_EVERY_RANK = ("embedding", "router")  # ops whose weights are not spread, whatever their axes
+_COPIED = ("kv_heads", "index_heads")  # axes of which neighbouring ranks may have the same part
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`start:stop` along dimension `axis` of a tensor."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank reads of a logical tensor.
+
+    Args:
+        name: of the tensor.
+        whole: its full shape.
+        cut: None if the rank reads all of it.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    cut: Cut | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        if self.cut is None:
+            return self.whole
+        axis, length = self.cut.axis, self.cut.stop - self.cut.start
+        return (*self.whole[:axis], length, *self.whole[axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class KVShare:
+    """The KV heads of one rank: `heads` of the model's, which are part `index` of `count`.
+
+    Ranks with a copy of the same heads have the same index, so that their pages are interchangeable.
+    """
+
+    heads: int
+    index: int
+    count: int
+
+
+def kv_share(text: Text, shard: Shard) -> KVShare:
+    """Which KV heads the pages of a rank hold; index keys are on every rank (MODEL.md §2.4).
+
+    Raises:
+        ShardRefused: the heads do not divide.
+    """
+    own = heads_of(text, shard, "kv_heads")
+    return KVShare(len(own), own.start // len(own), text.num_kv_heads // len(own))
+
+
+def heads_of(text: Text, shard: Shard, axis: str) -> range:
+    """The rank's own heads along `heads`, `kv_heads` or `index_heads`.
+
+    Raises:
+        ShardRefused: they do not divide.
+    """
+    count = _head_counts(text)[axis]
+    share = shard.share_or_copy if axis in _COPIED else shard.share
+    return share(count, axis.replace("_", " "), str(shard))
+
+
+def _head_counts(text: Text) -> dict[str, int]:
+    index = text.sparse.num_index_heads if text.sparse is not None else 0
+    return {"heads": text.num_heads, "kv_heads": text.num_kv_heads, "index_heads": index}
+
+
+def placement(graph: ModelGraph, text: Text, shard: Shard) -> dict[str, Part]:
+    """Tensor name -> the part that a rank reads, for every weight of the unspread graph.
+
+    Raises:
+        ShardRefused: heads, a width or the vocabulary do not divide.
+        GraphError: a weight with axes that cannot be spread.
+    """
+    return {
+        tensor.name: _part(tensor, text, shard, spread=call.op.spec.name not in _ON_EVERY_RANK)
+        for call in graph.calls
+        if call.op.weights is not None
+        for tensor in call.op.weights.slots.values()
+    }
+
+
+def _part(tensor: TensorDecl, text: Text, shard: Shard, *, spread: bool) -> Part:
+    along = [(at, axis) for at, axis in enumerate(tensor.axes) if axis is not None]
+    if not spread or not along or shard.world == 1:
+        return Part(tensor.name, tensor.shape, None)
+    if len(along) > 1:
+        raise GraphError(f"spreads along {[axis for _, axis in along]}", where=tensor.name, expected="one axis")
+    at, axis = along[0]
+    size = tensor.shape[at]
+    if axis in _head_counts(text):
+        own, unit = heads_of(text, shard, axis), size // _head_counts(text)[axis]
+    elif axis not in _WORDS:
+        raise GraphError(f"spreads along '{axis}'", where=tensor.name, expected=f"heads or {' or '.join(_WORDS)}")
+    else:
+        own, unit = shard.share(size, _WORDS[axis], f"{shard}, tensor '{tensor.name}'"), 1
+    return Part(tensor.name, tensor.shape, Cut(at, own.start * unit, own.stop * unit))
+
+
+_WORDS = {"ff": "feed-forward channels", "vocab": "tokens of the vocabulary"}
+
+
+def check_blocks(parts: Mapping[str, Part], formats: Mapping[str, str], shard: Shard) -> None:
+    """Refuse a cut of the inputs of a quantised matrix that divides a block of it.
+
+    Args:
+        formats: tensor name -> `plain`, `mxfp8` or `nvfp4`.
+
+    Raises:
+        ShardRefused: names the tensor and what its width would have to be a multiple of.
+        GraphError: a tensor without a format, or of an unknown one.
+    """
+    for name, part in parts.items():
+        stored = formats.get(name)
+        if stored not in BLOCKS:
+            raise GraphError(f"stored as {stored!r}", where=f"tensor '{name}'", expected=" or ".join(BLOCKS))
+        block = BLOCKS[stored]
+        last = len(part.whole) - 1
+        if part.cut is not None and part.cut.axis == last and (part.cut.start % block or part.cut.stop % block):
+            raise ShardRefused(
+                f"{part.whole[last]:,} inputs over {shard.world} ranks divide a block of {stored}",
+                where=f"{shard}, tensor '{name}'",
+                expected=f"a multiple of {block * shard.world:,}, {block} for each rank",
+                fix="use fewer devices, or a checkpoint that stores this tensor plain",
+            )
+
+
+class Sliceable(Protocol):
+    """A lazy tensor of which a part can be taken without reading it, codes and scales together."""
+
+    @property
+    def name(self) -> str:
+        """Canonical checkpoint name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
+
+    def slice(self, dim: int, start: int, stop: int) -> Self:
+        """The part `start:stop` along a logical `dim`, still unread."""
+
+
+T = TypeVar("T", bound=Sliceable)
+
+
+def narrow(tensor: T, part: Part) -> T:
+    """The rank's part of a stored tensor, still unread; the tensor itself where the rank reads all of it.
+
+    Raises:
+        GraphError: the tensor is not the one that the part was made for.
+        CheckpointError: the cut divides a block of a quantised tensor.
+    """
+    if tensor.name != part.name or tuple(tensor.shape) != part.whole:
+        raise GraphError(
+            f"tensor '{tensor.name}' of shape {list(tensor.shape)}",
+            where="narrow",
+            expected=f"'{part.name}' of shape {list(part.whole)}, of which this is to be a part",
+        )
+    return tensor if part.cut is None else tensor.slice(part.cut.axis, part.cut.start, part.cut.stop)

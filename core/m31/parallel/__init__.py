@@ -1,0 +1,16 @@
+"""One model on several devices: which part is whose, and how ranks exchange what they computed (DESIGN.md §2)."""
+
+from m31.parallel.group import CollectiveError, Group, LocalGroup, TorchGroup
+from m31.parallel.kernels import COLLECTIVES, collective_kernel
+from m31.parallel.shard import Shard, ShardRefused
+
+__all__ = [
+    "COLLECTIVES",
+    "CollectiveError",
+    "Group",
+    "LocalGroup",
+    "Shard",
+    "ShardRefused",
+    "TorchGroup",
+    "collective_kernel",
+]
