@@ -102,29 +102,40 @@ def placement(graph: ModelGraph, text: Text, shard: Shard) -> dict[str, Part]:
         ShardRefused: heads, a width or the vocabulary do not divide.
         GraphError: a weight with axes that cannot be spread.
     """
-    return {
-        tensor.name: _part(tensor, text, shard, spread=call.op.spec.name not in _ON_EVERY_RANK)
-        for call in graph.calls
-        if call.op.weights is not None
-        for tensor in call.op.weights.slots.values()
-    }
+    parts: dict[str, Part] = {}
+    spans: dict[tuple[str, int], range] = {}  # few, for tens of thousands of tensors
+    for call in graph.calls:
+        if call.op.weights is None:
+            continue
+        spread = shard.world > 1 and call.op.spec.name not in _ON_EVERY_RANK
+        for tensor in call.op.weights.slots.values():
+            cut = None
+            if spread and any(tensor.axes):
+                at, axis = _axis(tensor)
+                key = axis, tensor.shape[at]
+                if key not in spans:
+                    spans[key] = _span(*key, text, shard, tensor.name)
+                cut = Cut(at, spans[key].start, spans[key].stop)
+            parts[tensor.name] = Part(tensor.name, tensor.shape, cut)
+    return parts
 
 
-def _part(tensor: TensorDecl, text: Text, shard: Shard, *, spread: bool) -> Part:
+def _axis(tensor: TensorDecl) -> tuple[int, str]:
+    """The one dimension of a tensor that is cut, and the axis of the model that it is."""
     along = [(at, axis) for at, axis in enumerate(tensor.axes) if axis is not None]
-    if not spread or not along or shard.world == 1:
-        return Part(tensor.name, tensor.shape, None)
     if len(along) > 1:
         raise GraphError(f"spreads along {[axis for _, axis in along]}", where=tensor.name, expected="one axis")
-    at, axis = along[0]
-    size = tensor.shape[at]
-    if axis in _head_counts(text):
-        own, unit = heads_of(text, shard, axis), size // _head_counts(text)[axis]
-    elif axis not in _WORDS:
-        raise GraphError(f"spreads along '{axis}'", where=tensor.name, expected=f"heads or {' or '.join(_WORDS)}")
-    else:
-        own, unit = shard.share(size, _WORDS[axis], f"{shard}, tensor '{tensor.name}'"), 1
-    return Part(tensor.name, tensor.shape, Cut(at, own.start * unit, own.stop * unit))
+    return along[0]
+
+
+def _span(axis: str, size: int, text: Text, shard: Shard, name: str) -> range:
+    """The rank's own of `size` elements along an axis."""
+    if axis in _WORDS:
+        return shard.share(size, _WORDS[axis], f"{shard}, tensor '{name}'")
+    if axis not in _head_counts(text):
+        raise GraphError(f"spreads along '{axis}'", where=name, expected=f"heads or {' or '.join(_WORDS)}")
+    own, unit = heads_of(text, shard, axis), size // _head_counts(text)[axis]
+    return range(own.start * unit, own.stop * unit)
 
 
 _WORDS = {"ff": "feed-forward channels", "vocab": "tokens of the vocabulary"}

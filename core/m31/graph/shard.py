@@ -22,7 +22,7 @@ from m31.config import Text
 from m31.errors import GraphError
 from m31.graph.placement import Part, check_blocks, heads_of, placement
 from m31.graph.trace import ModelGraph, infer
-from m31.ops import OpSpec, WeightDecl, all_gather, all_reduce
+from m31.ops import OpSpec, TensorDecl, WeightDecl, all_gather, all_reduce
 from m31.parallel import Shard
 
 WHOLE, PARTIAL, SAME = "whole", "partial", "same"  # SAME: as the op's first data input, if that is not partial
@@ -148,15 +148,24 @@ class _Pass:
         """A product with weights that are cut along their outputs, their inputs or not at all."""
         decl: WeightDecl = node.args[-1].meta["type"]  # type: ignore[union-attr]
         if spec.name == "experts":  # w2 takes what w1 and w3 made: ff begins and ends inside
-            cut = any(self.parts[tensor.name].cut is not None for tensor in decl.slots.values())
-            return _Rule((WHOLE,) * 3, PARTIAL if cut else WHOLE)
+            axes = {self._axis(tensor) for tensor in decl.slots.values()}
+            if axes not in ({"ff"}, {None}):
+                raise GraphError(
+                    f"experts '{decl.name}' are cut along {sorted(map(str, axes))}",
+                    where=f"shard pass, node {node.name}",
+                    expected="all of them along ff",
+                )
+            return _Rule((WHOLE,) * 3, WHOLE if axes == {None} else PARTIAL)
         (tensor,) = decl.slots.values()
-        part = self.parts[tensor.name]
-        if part.cut is None:
+        axis = self._axis(tensor)
+        if axis is None:
             return _Rule((WHOLE,), WHOLE)
-        axis = tensor.axes[part.cut.axis]
-        assert axis is not None
-        return _Rule((WHOLE,), axis) if part.cut.axis == 0 else _Rule((axis,), PARTIAL)
+        return _Rule((WHOLE,), axis) if tensor.axes[0] == axis else _Rule((axis,), PARTIAL)
+
+    def _axis(self, tensor: TensorDecl) -> str | None:
+        """Along which axis of the model a weight is cut, if it is."""
+        cut = self.parts[tensor.name].cut
+        return None if cut is None else tensor.axes[cut.axis]
 
     def _attrs(self, node: fx.Node, spec: OpSpec, output: str) -> dict[str, Any]:
         """Head counts become the rank's own."""

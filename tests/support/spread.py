@@ -1,0 +1,193 @@
+"""One rank of a spread model on the reference backend; run as a module it is one process of a world of processes.
+
+The reference opens a world of one. A rank here is such a session with the shard pass, narrowed weights and the kernels
+of the collectives around it, which is what a backend that serves a world does inside.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from m31.checkpoint import Checkpoint
+from m31.graph import (
+    Arithmetic,
+    Cut,
+    Kernel,
+    OpInstance,
+    Part,
+    Refusal,
+    Shard,
+    StepBatch,
+    StepClass,
+    bind,
+    kv_share,
+    narrow,
+    placement,
+    shard,
+    trace,
+)
+from m31.ops.collective import gathered, reduced
+from m31.parallel import COLLECTIVES, Group, LocalGroup, TorchGroup, collective_kernel
+from m31.sdk.backend import KVSpec
+from m31_reference.session import ReferenceBackend, ReferenceSession
+
+STEP = StepClass(kind="mixed", q_len=0, tokens=32, seqs=2, rows=32, pages=8)
+PAGES = ((5, 2, 11, 0, 7, 9), (3, 8, 1, 10))  # physical pages of the two sequences
+# Each step: how many tokens of each sequence. A prefill of both, a chunk beside a decode, two decodes.
+STEPS = ((19, 6), (2, 1), (1, 1), (1, 1))
+
+
+class Ranked:
+    """A binder: collectives from the group, everything else from the session."""
+
+    def __init__(self, session: ReferenceSession, group: Group) -> None:
+        self.session, self.group = session, group
+
+    def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
+        if op.spec.name not in COLLECTIVES:
+            return self.session.kernel(op, step)
+        compute = self.session.compute
+        return Kernel(collective_kernel(op, self.group), Arithmetic(compute, compute, compute), workspace_bytes=0)
+
+
+def run(folder: Path, group: Group, dtype: str, *, moved: Mapping[str, int] | None = None) -> torch.Tensor:
+    """Logits [tokens,V] of all steps as the rank of `group` computes them.
+
+    Args:
+        moved: tensor name suffix -> ranks by which its part is moved, so that a rank reads what is another's.
+    """
+    checkpoint = Checkpoint.open(folder)
+    text, own = checkpoint.config.text, group.shard
+    session = ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1)  # type: ignore[arg-type]
+    full = trace(text)
+    formats = {tensor.name: checkpoint.tensor(tensor.name).format for tensor in full.tensors()}
+    graph = shard(full, text, own, formats=formats)
+    parts = placement(full, text, own)
+    for suffix, ranks in (moved or {}).items():
+        parts |= {n: turned(p, own, ranks) for n, p in parts.items() if n.endswith(suffix)}
+    handles = {}
+    for call in graph.calls:
+        if call.op.weights is not None:
+            slots = {s: narrow(checkpoint.tensor(t.name), parts[t.name]) for s, t in call.op.weights.slots.items()}
+            assert {s: t.shape for s, t in slots.items()} == {s: t.shape for s, t in call.op.weights.slots.items()}
+            handles[call.op.weights.name] = session.prepare(call.op, slots)
+    bound = bind(graph, Ranked(session, group), STEP, handles, "reference")
+    plan = session.compile(bound, STEP)
+    share = kv_share(text, own)
+    whole = KVSpec.of(text, dtype, dtype)  # type: ignore[arg-type]
+    cache = session.kv_layout(replace(whole, kv_heads=share.heads, head_shard=(share.index, share.count))).allocate(12)
+    cache.poison(range(12))
+    batch = StepBatch.allocate(STEP, session.device)
+    rows = []
+    for at in range(len(STEPS)):
+        fill(batch, at, text.vocab_size, whole.page_tokens)
+        rows.append(plan.run(batch, cache).clone())
+    return torch.cat(rows)
+
+
+def fill(batch: StepBatch, at: int, vocabulary: int, page: int) -> None:
+    """Step `at` of STEPS, every row with logits."""
+    done = [sum(step[s] for step in STEPS[:at]) for s in range(2)]
+    positions = [list(range(done[s], done[s] + STEPS[at][s])) for s in range(2)]
+    batch.fill(
+        tokens=[3 + (7 * p + 31 * s) % (vocabulary - 3) for s in range(2) for p in positions[s]],
+        positions=[p for s in range(2) for p in positions[s]],
+        q_lens=STEPS[at],
+        seq_lens=[positions[s][-1] + 1 for s in range(2)],
+        slot_map=[PAGES[s][p // page] * page + p % page for s in range(2) for p in positions[s]],
+        page_table=[PAGES[s][: positions[s][-1] // page + 1] for s in range(2)],
+        out_rows=range(sum(STEPS[at])),
+    )
+
+
+def turned(part: Part, own: Shard, ranks: int) -> Part:
+    """The part of another rank."""
+    if part.cut is None:
+        return part
+    length = part.cut.stop - part.cut.start
+    start = (part.cut.start + ranks * length) % part.whole[part.cut.axis]
+    return replace(part, cut=Cut(part.cut.axis, start, start + length))
+
+
+def alone(folder: Path, dtype: str) -> torch.Tensor:
+    """The unspread model."""
+    return run(folder, LocalGroup(), dtype)
+
+
+class Threads:
+    """A world whose ranks are threads, with sum and gather by the definitions in numpy float64."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.given = world, [torch.empty(0)] * world
+        self.barrier = threading.Barrier(world, timeout=60)
+
+    def run(self, folder: Path, dtype: str) -> list[torch.Tensor]:
+        """The logits of each rank."""
+
+        def work(rank: int) -> torch.Tensor:
+            try:
+                return run(folder, ThreadGroup(self, rank), dtype)
+            except BaseException:
+                self.barrier.abort()  # the others need not wait
+                raise
+
+        with ThreadPoolExecutor(self.world) as pool:
+            futures = [pool.submit(work, rank) for rank in range(self.world)]
+        return [future.result() for future in futures]
+
+
+class ThreadGroup(Group):
+    """One thread's view of its world."""
+
+    def __init__(self, threads: Threads, rank: int) -> None:
+        self.threads, self.shard = threads, Shard(rank, threads.world)
+
+    def _together(self, out: torch.Tensor, x: torch.Tensor, combine: Any) -> None:
+        self.threads.given[self.shard.rank] = x
+        self.threads.barrier.wait()
+        value = torch.from_numpy(combine([part.double().numpy() for part in self.threads.given]))
+        self.threads.barrier.wait()  # nobody writes before everybody has read
+        out.copy_(value)
+
+    def _reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._together(out, x, reduced)
+
+    def _gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._together(out, x, gathered)
+
+
+class WithoutSum(Group):
+    """A group that forgets to add."""
+
+    def __init__(self, group: TorchGroup) -> None:
+        self.inner, self.shard = group, group.shard
+
+    def _reduce(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        out.copy_(x)
+
+    def _gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self.inner.all_gather(out, x)
+
+
+def main(rank: int, world: int, address: str, out: str, jobs: dict[str, dict[str, Any]]) -> None:
+    """Run each job and save its logits by name."""
+    torch.set_num_threads(1)
+    done = {}
+    with TorchGroup.joined(Shard(rank, world), address=address, transport="gloo", seconds=60) as group:
+        for name, job in jobs.items():
+            chosen = WithoutSum(group) if job.get("without_sum") else group
+            done[name] = run(Path(job["folder"]), chosen, job["dtype"], moved=job.get("moved"))
+    torch.save(done, out)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], json.loads(sys.argv[5]))
