@@ -15,6 +15,7 @@ from tests.support import quantised, spread
 
 from m31.checkpoint import write
 from m31.errors import BackendError
+from m31.ops.collective import gathered, reduced
 from m31.parallel import CollectiveError, Shard, TorchGroup
 
 SECONDS = 150  # two processes that start torch on a busy machine; a hang ends here
@@ -115,6 +116,28 @@ def test_a_world_of_threads(folders: dict[str, Path], folder: str, world: int) -
     want = spread.alone(folders[folder], "float64")
     for got in spread.Threads(world).run(folders[folder], "float64"):
         assert distance(got, want) < EXACT["float64"]
+
+
+@pytest.mark.parametrize("pages", ["nvfp4", "fp8"])
+def test_quantised_pages_hold_the_ranks_heads(folders: dict[str, Path], pages: str) -> None:
+    """What is rounded to BF16 before it is written is rounded head by head, so a rank writes what the whole would."""
+    want = spread.alone(folders["quantised"], "float64", pages)
+    assert distance(want, spread.alone(folders["quantised"], "float64")) > 1e-4
+    for got in spread.Threads(4).run(folders["quantised"], "float64", pages):
+        assert distance(got, want) < EXACT["float64"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_collectives_of_two_processes(processes: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    """Sums are rounded once; two addends have one order."""
+    parts = [spread.given(rank, dtype) for rank in range(2)]
+    total = torch.from_numpy(reduced([p.double().numpy() for p in parts])).to(dtype)
+    for done in processes:
+        assert torch.equal(done[f"{dtype}/all_reduce"], total)
+        assert torch.equal(done[f"{dtype}/in place"], total)
+        assert torch.equal(
+            done[f"{dtype}/all_gather"], torch.from_numpy(gathered([p.double().numpy() for p in parts])).to(dtype)
+        )
 
 
 def test_a_rank_that_waits_in_vain_says_so(tmp_path: Path) -> None:

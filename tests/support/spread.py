@@ -25,6 +25,7 @@ from m31.graph import (
     OpInstance,
     Part,
     Refusal,
+    Rounding,
     Shard,
     StepBatch,
     StepClass,
@@ -59,16 +60,20 @@ class Ranked:
         return Kernel(collective_kernel(op, self.group), Arithmetic(compute, compute, compute), workspace_bytes=0)
 
 
-def run(folder: Path, group: Group, dtype: str, *, moved: Mapping[str, int] | None = None) -> torch.Tensor:
+def run(
+    folder: Path, group: Group, dtype: str, *, pages: str | None = None, moved: Mapping[str, int] | None = None
+) -> torch.Tensor:
     """Logits [tokens,V] of all steps as the rank of `group` computes them.
 
     Args:
+        pages: format of all pages; None is the compute dtype.
         moved: tensor name suffix -> ranks by which its part is moved, so that a rank reads what is another's.
     """
     checkpoint = Checkpoint.open(folder)
     text, own = checkpoint.config.text, group.shard
     session = ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1)  # type: ignore[arg-type]
-    full = trace(text)
+    whole = KVSpec.of(text, pages or dtype, pages or dtype)  # type: ignore[arg-type]
+    full = trace(text, Rounding.of(session.numerics, whole.kv_format, whole.index_format))
     formats = {tensor.name: checkpoint.tensor(tensor.name).format for tensor in full.tensors()}
     graph = shard(full, text, own, formats=formats)
     parts = placement(full, text, own)
@@ -83,7 +88,6 @@ def run(folder: Path, group: Group, dtype: str, *, moved: Mapping[str, int] | No
     bound = bind(graph, Ranked(session, group), STEP, handles, "reference")
     plan = session.compile(bound, STEP)
     share = kv_share(text, own)
-    whole = KVSpec.of(text, dtype, dtype)  # type: ignore[arg-type]
     cache = session.kv_layout(replace(whole, kv_heads=share.heads, head_shard=(share.index, share.count))).allocate(12)
     cache.poison(range(12))
     batch = StepBatch.allocate(STEP, session.device)
@@ -118,9 +122,9 @@ def turned(part: Part, own: Shard, ranks: int) -> Part:
     return replace(part, cut=Cut(part.cut.axis, start, start + length))
 
 
-def alone(folder: Path, dtype: str) -> torch.Tensor:
+def alone(folder: Path, dtype: str, pages: str | None = None) -> torch.Tensor:
     """The unspread model."""
-    return run(folder, LocalGroup(), dtype)
+    return run(folder, LocalGroup(), dtype, pages=pages)
 
 
 class Threads:
@@ -130,12 +134,12 @@ class Threads:
         self.world, self.given = world, [torch.empty(0)] * world
         self.barrier = threading.Barrier(world, timeout=60)
 
-    def run(self, folder: Path, dtype: str) -> list[torch.Tensor]:
+    def run(self, folder: Path, dtype: str, pages: str | None = None) -> list[torch.Tensor]:
         """The logits of each rank."""
 
         def work(rank: int) -> torch.Tensor:
             try:
-                return run(folder, ThreadGroup(self, rank), dtype)
+                return run(folder, ThreadGroup(self, rank), dtype, pages=pages)
             except BaseException:
                 self.barrier.abort()  # the others need not wait
                 raise
@@ -178,13 +182,35 @@ class WithoutSum(Group):
         self.inner.all_gather(out, x)
 
 
+def given(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank gives to a collective."""
+    return torch.randn(3, 10, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def exchanged(group: Group) -> dict[str, torch.Tensor]:
+    """Sum and gather of `given`, by dtype and collective, into strided destinations and over the source."""
+    done = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = given(group.shard.rank, dtype)
+        strided = torch.full((3, 20), torch.nan, dtype=dtype)[:, ::2]
+        group.all_reduce(strided, x.T.contiguous().T)
+        wide = torch.full((3, 20 * group.shard.world), torch.nan, dtype=dtype)[:, ::2]
+        group.all_gather(wide, x)
+        group.all_reduce(torch.empty(0, 10, dtype=dtype), x[:0])
+        group.all_gather(torch.empty(0, 10 * group.shard.world, dtype=dtype), x[:0])
+        group.all_reduce(x, x)
+        done |= {f"{dtype}/all_reduce": strided, f"{dtype}/in place": x, f"{dtype}/all_gather": wide}
+    return done
+
+
 def main(rank: int, world: int, address: str, out: str, jobs: dict[str, dict[str, Any]]) -> None:
     """Run each job and save its logits by name."""
     torch.set_num_threads(1)
     done = {}
     with TorchGroup.joined(Shard(rank, world), address=address, transport="gloo", seconds=60) as group:
+        done |= exchanged(group)
         for name, job in jobs.items():
-            chosen = WithoutSum(group) if job.get("without_sum") else group
+            chosen: Group = WithoutSum(group) if job.get("without_sum") else group
             done[name] = run(Path(job["folder"]), chosen, job["dtype"], moved=job.get("moved"))
     torch.save(done, out)
 
