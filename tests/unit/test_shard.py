@@ -15,7 +15,7 @@ from torch import fx
 from m31 import config
 from m31.config import Moe, SparseAttention, Text
 from m31.errors import GraphError, M31Error, OpRefused
-from m31.graph import ModelGraph, Part, Shard, ShardRefused, infer, kv_share, placement, shard, trace
+from m31.graph import ModelGraph, Part, Rounding, Shard, ShardRefused, infer, kv_share, placement, shard, trace
 from m31.ops import OpSpec, WeightDecl
 
 PUBLISHED = config.parse(config.published("m3.1-flash"), where="published").text
@@ -133,6 +133,18 @@ def test_the_full_graph_is_left_as_it_was() -> None:
     shard(graph, text, Shard(1, 4), formats=plain(graph))
     assert [(n.name, n.target, n.args, dict(n.kwargs), n.meta.get("type")) for n in graph.fx.nodes] == before
     assert [c.op.name for c in infer(graph.fx).calls] == [c.op.name for c in graph.calls]
+
+
+def test_rounding_nodes_round_the_ranks_own() -> None:
+    """What is quantised afterwards is rounded where it lies; nothing is summed for it that was not summed before."""
+    text = TEXTS["tiny"]
+    graph = trace(text, Rounding(kv=True, index=True, linear=True, experts=True, query=True))
+    one = shard(graph, text, Shard(0, 2), formats=plain(graph))
+    whole, mine = ([c.op for c in g.calls if c.op.spec.name.startswith("round_")] for g in (graph, one))
+    assert [op.name for op in whole] == [op.name for op in mine]
+    assert Counter(c.op.spec.name for c in one.calls)["all_reduce"] == 2 * text.num_layers
+    sizes = {(a.outputs[0].shape[1], b.outputs[0].shape[1]) for a, b in zip(whole, mine, strict=True)}  # type: ignore[union-attr]
+    assert sizes == {(32, 32), (8, 4), (2, 1), (1, 1), (128, 64), (32, 16)}  # hidden; q, k, index k; o's input; v
 
 
 def test_published_sizes() -> None:

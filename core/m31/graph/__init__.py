@@ -17,19 +17,32 @@ from m31.graph.rounding import NO_ROUNDING, Rounding
 from m31.graph.shard import shard
 from m31.graph.step import StepBatch, StepClass, StepSize
 from m31.graph.trace import STEP_INPUTS, Call, ModelGraph, OpInstance, infer, trace
-from m31.parallel import Shard, ShardRefused
+from m31.parallel import (
+    COLLECTIVES,
+    CollectiveError,
+    Group,
+    LocalGroup,
+    Shard,
+    ShardRefused,
+    TorchGroup,
+    collective_kernel,
+)
 
 __all__ = [
+    "COLLECTIVES",
     "NO_ROUNDING",
     "STEP_INPUTS",
     "Arithmetic",
     "Binder",
     "BoundGraph",
     "Call",
+    "CollectiveError",
     "Cut",
     "DefaultPlan",
+    "Group",
     "KVShare",
     "Kernel",
+    "LocalGroup",
     "ModelGraph",
     "OpInstance",
     "Part",
@@ -42,8 +55,10 @@ __all__ = [
     "StepBatch",
     "StepClass",
     "StepSize",
+    "TorchGroup",
     "WeightHandle",
     "bind",
+    "collective_kernel",
     "infer",
     "kv_share",
     "narrow",
