@@ -18,8 +18,11 @@ from typing import Any
 import torch
 
 from m31.checkpoint import Checkpoint
+from m31.engine.api import stored_as
+from m31.engine.compiler import Compiler, PreparedWeights
 from m31.graph import (
     Arithmetic,
+    Assigned,
     Cut,
     Kernel,
     OpInstance,
@@ -29,7 +32,6 @@ from m31.graph import (
     Shard,
     StepBatch,
     StepClass,
-    bind,
     kv_share,
     narrow,
     placement,
@@ -39,6 +41,7 @@ from m31.graph import (
 from m31.ops.collective import gathered, reduced
 from m31.parallel import COLLECTIVES, Group, LocalGroup, TorchGroup, collective_kernel
 from m31.sdk.backend import KVSpec
+from m31.sdk.serving import Serving
 from m31_reference.session import ReferenceBackend, ReferenceSession
 
 STEP = StepClass(kind="mixed", q_len=0, tokens=32, seqs=2, rows=32, pages=8)
@@ -47,17 +50,25 @@ PAGES = ((5, 2, 11, 0, 7, 9), (3, 8, 1, 10))  # physical pages of the two sequen
 STEPS = ((19, 6), (2, 1), (1, 1), (1, 1))
 
 
-class Ranked:
-    """A binder: collectives from the group, everything else from the session."""
+class Ranked(Serving):
+    """The session serves everything but the collectives, which are the group's."""
 
     def __init__(self, session: ReferenceSession, group: Group) -> None:
-        self.session, self.group = session, group
+        super().__init__("reference", session)
+        self.group, self.compute = group, session.compute
 
-    def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
+    def assign(self, op: OpInstance, step: StepClass) -> Assigned | Refusal:
+        """See `Serving.assign`."""
         if op.spec.name not in COLLECTIVES:
-            return self.session.kernel(op, step)
-        compute = self.session.compute
-        return Kernel(collective_kernel(op, self.group), Arithmetic(compute, compute, compute), workspace_bytes=0)
+            return super().assign(op, step)
+        kernel = Kernel(
+            name=f"{type(self.group).__name__}.{op.spec.name}",
+            run=collective_kernel(op, self.group),
+            arithmetic=Arithmetic(self.compute, self.compute, self.compute),
+            workspace_bytes=0,
+            why="the group of this rank",
+        )
+        return Assigned(self.name, kernel, None)
 
 
 def run(
@@ -73,24 +84,22 @@ def run(
     text, own = checkpoint.config.text, group.shard
     session = ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1)  # type: ignore[arg-type]
     whole = KVSpec.of(text, pages or dtype, pages or dtype)  # type: ignore[arg-type]
-    full = trace(text, Rounding.of(session.numerics, whole.kv_format, whole.index_format))
-    formats = {tensor.name: checkpoint.tensor(tensor.name).format for tensor in full.tensors()}
-    graph = shard(full, text, own, formats=formats)
+    rounding = Rounding.of(session.numerics, whole.kv_format, whole.index_format)
+    full = trace(text, rounding, lambda name: stored_as(checkpoint.tensor(name)))
     parts = placement(full, text, own)
     for suffix, ranks in (moved or {}).items():
         parts |= {n: turned(p, own, ranks) for n, p in parts.items() if n.endswith(suffix)}
-    handles = {}
-    for call in graph.calls:
+    serving = Ranked(session, group)
+    weights = PreparedWeights(serving, lambda name: narrow(checkpoint.tensor(name), parts[name]), own)
+    compiler = Compiler(serving, shard(full, text, own), weights)
+    for call in compiler.graph.calls:
         if call.op.weights is not None:
-            slots = {s: narrow(checkpoint.tensor(t.name), parts[t.name]) for s, t in call.op.weights.slots.items()}
-            assert {s: t.shape for s, t in slots.items()} == {s: t.shape for s, t in call.op.weights.slots.items()}
-            handles[call.op.weights.name] = session.prepare(call.op, slots)
-    bound = bind(graph, Ranked(session, group), STEP, handles, "reference")
-    plan = session.compile(bound, STEP)
+            declared = {slot: tensor.shape for slot, tensor in call.op.weights.slots.items()}
+            assert {slot: tensor.shape for slot, tensor in weights.slots(call.op).items()} == declared
+    plan, batch, _ = compiler.plan(STEP)
     share = kv_share(text, own)
     cache = session.kv_layout(replace(whole, kv_heads=share.heads, head_shard=(share.index, share.count))).allocate(12)
     cache.poison(range(12))
-    batch = StepBatch.allocate(STEP, session.device)
     rows = []
     for at in range(len(STEPS)):
         fill(batch, at, text.vocab_size, whole.page_tokens)

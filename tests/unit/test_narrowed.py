@@ -113,11 +113,10 @@ def test_memory_is_counted_for_the_part(checkpoints: dict[str, Checkpoint]) -> N
     checkpoint = checkpoints["bf16"]
     text, own = checkpoint.config.text, Shard(1, 2)
     graph = trace(text)
-    formats = {t.name: checkpoint.tensor(t.name).format for t in graph.tensors()}
     parts = placement(graph, text, own)
     session = ReferenceBackend(None).open(device=None, dtype="float32", rank=0, world=1)  # type: ignore[arg-type]
     full = {call.op.weights.name: call.op for call in graph.calls if call.op.weights is not None}
-    for call in shard(graph, text, own, formats=formats).calls:
+    for call in shard(graph, text, own).calls:
         decl = call.op.weights
         if decl is None or call.op.spec.name not in ("linear", "lm_head"):
             continue

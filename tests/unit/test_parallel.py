@@ -19,7 +19,7 @@ from m31.parallel import CollectiveError, Group, LocalGroup, Shard, ShardRefused
 
 @pytest.mark.parametrize(("rank", "world"), [(0, 0), (1, 1), (-1, 2), (2, 2)])
 def test_a_rank_outside_its_world(rank: int, world: int) -> None:
-    with pytest.raises(ShardRefused, match=f"rank {rank} of a world of {world}; expected 0 <= rank < world"):
+    with pytest.raises(ShardRefused, match=f"rank {rank} of {world}; expected 0 <= rank < world"):
         Shard(rank, world)
     assert issubclass(ShardRefused, GraphError)
 

@@ -39,17 +39,13 @@ TEXTS = {"tiny": eight(), "m3": eight(attention=("full", "full", "sparse", "spar
 GRAPHS = {name: trace(text) for name, text in TEXTS.items()}
 
 
-def plain(graph: ModelGraph) -> dict[str, str]:
-    return {t.name: "plain" for t in graph.tensors()}
-
-
-def spread(text: Text, own: Shard, formats: Mapping[str, str] | None = None) -> ModelGraph:
-    graph = trace(text)
-    return shard(graph, text, own, formats=plain(graph) if formats is None else formats)
+def spread(text: Text, own: Shard, stored: Mapping[str, str] | None = None) -> ModelGraph:
+    """The rank's graph of a model that is stored in BF16 but for the given tensors."""
+    return shard(trace(text, stored=lambda name: (stored or {}).get(name, "bfloat16")), text, own)
 
 
 def test_a_world_of_one_is_the_identity() -> None:
-    assert shard(GRAPHS["tiny"], TEXTS["tiny"], Shard(0, 1), formats={}) is GRAPHS["tiny"]
+    assert shard(GRAPHS["tiny"], TEXTS["tiny"], Shard(0, 1)) is GRAPHS["tiny"]
     assert all(part.cut is None for part in placement(GRAPHS["tiny"], TEXTS["tiny"], Shard(0, 1)).values())
 
 
@@ -91,7 +87,7 @@ def test_what_is_on_every_rank(name: str) -> None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_graph_has_the_shapes_of_the_parts_and_the_ranks_heads(name: str, world: int) -> None:
     text, own = TEXTS[name], Shard(world - 1, world)
-    graph = shard(GRAPHS[name], text, own, formats=plain(GRAPHS[name]))
+    graph = shard(GRAPHS[name], text, own)
     parts = placement(GRAPHS[name], text, own)
     assert {t.name: t.shape for t in graph.tensors()} == {n: part.shape for n, part in parts.items()}
     kv = max(1, text.num_kv_heads // world)
@@ -110,7 +106,7 @@ def test_the_graph_has_the_shapes_of_the_parts_and_the_ranks_heads(name: str, wo
 @pytest.mark.parametrize("name", TEXTS)
 def test_two_sums_a_layer_and_one_gather(name: str) -> None:
     """After o_proj, and after the MLP: routed and shared experts are added first and reduced once."""
-    graph = shard(GRAPHS[name], TEXTS[name], Shard(0, 2), formats=plain(GRAPHS[name]))
+    graph = shard(GRAPHS[name], TEXTS[name], Shard(0, 2))
     made_by = {out: c for c in graph.calls for out in c.writes}
     sums = [made_by[c.reads[0]] for c in graph.calls if c.op.spec.name == "all_reduce"]
     assert len(sums) == 2 * TEXTS[name].num_layers
@@ -130,7 +126,7 @@ def test_the_full_graph_is_left_as_it_was() -> None:
     text = TEXTS["tiny"]
     graph = trace(text)
     before = [(n.name, n.target, n.args, dict(n.kwargs), n.meta.get("type")) for n in graph.fx.nodes]
-    shard(graph, text, Shard(1, 4), formats=plain(graph))
+    shard(graph, text, Shard(1, 4))
     assert [(n.name, n.target, n.args, dict(n.kwargs), n.meta.get("type")) for n in graph.fx.nodes] == before
     assert [c.op.name for c in infer(graph.fx).calls] == [c.op.name for c in graph.calls]
 
@@ -139,7 +135,7 @@ def test_rounding_nodes_round_the_ranks_own() -> None:
     """What is quantised afterwards is rounded where it lies; nothing is summed for it that was not summed before."""
     text = TEXTS["tiny"]
     graph = trace(text, Rounding(kv=True, index=True, linear=True, experts=True, query=True))
-    one = shard(graph, text, Shard(0, 2), formats=plain(graph))
+    one = shard(graph, text, Shard(0, 2))
     whole, mine = ([c.op for c in g.calls if c.op.spec.name.startswith("round_")] for g in (graph, one))
     assert [op.name for op in whole] == [op.name for op in mine]
     assert Counter(c.op.spec.name for c in one.calls)["all_reduce"] == 2 * text.num_layers
@@ -169,9 +165,10 @@ def test_published_sizes() -> None:
 
 def test_published_formats_divide_at_every_world() -> None:
     """MXFP8 blocks of 32 and NVFP4 groups of 16 stay whole (MODEL.md §8)."""
-    formats = {n: "nvfp4" if ".experts." in n else "mxfp8" for n in plain(GRAPHS["published"])}
+    graph = trace(PUBLISHED, stored=lambda name: "nvfp4" if ".experts." in name else "mxfp8")
     for world in WORLDS:
-        shard(GRAPHS["published"], PUBLISHED, Shard(world - 1, world), formats=formats)
+        own = shard(graph, PUBLISHED, Shard(world - 1, world))
+        assert Counter(t.stored for t in own.tensors()) == Counter(t.stored for t in graph.tensors())
 
 
 @pytest.mark.parametrize("name", ["tiny", "published"])
@@ -248,24 +245,14 @@ def test_what_does_not_divide_is_refused(text: Text, world: int, message: str) -
     ],
 )
 def test_a_cut_through_a_block_is_refused(stored: str, weight: str, world: int, message: str) -> None:
-    text = eight()
-    formats = {**plain(GRAPHS["tiny"]), weight: stored}
     with pytest.raises(ShardRefused, match=message):
-        spread(text, Shard(world - 1, world), formats)
+        spread(eight(), Shard(world - 1, world), {weight: stored})
 
 
 def test_outputs_may_be_cut_anywhere() -> None:
     """Rows of a quantised matrix have blocks of their own: 48 rows in six parts of 6 cut none."""
-    formats = {
-        n: "mxfp8" if n.endswith(("gate_proj.weight", "q_proj.weight")) else "plain" for n in plain(GRAPHS["tiny"])
-    }
-    spread(eight(), Shard(3, 8), formats)
-
-
-@pytest.mark.parametrize("formats", [{}, dict.fromkeys(plain(GRAPHS["tiny"]), "int4")])
-def test_a_format_that_is_missing_or_unknown_is_refused(formats: dict[str, str]) -> None:
-    with pytest.raises(GraphError, match=r"stored as (None|'int4'); expected plain or mxfp8 or nvfp4"):
-        spread(eight(), Shard(0, 2), formats)
+    rows = [t.name for t in GRAPHS["tiny"].tensors() if t.name.endswith(("gate_proj.weight", "q_proj.weight"))]
+    spread(eight(), Shard(3, 8), dict.fromkeys(rows, "mxfp8"))
 
 
 def reaxed(weight: str, slot: str, axes: tuple[str | None, ...]) -> ModelGraph:
@@ -302,11 +289,11 @@ def test_a_wrong_axis_does_not_get_through(weight: str, slot: str, wrong: str) -
         axes = tuple(None if axis is None else OTHER[axis] for axis in axes)
     graph = reaxed(weight, slot, axes)
     if weight == "lm_head" and wrong == "missing":  # every rank then computes all logits: right, and no gather
-        whole = shard(graph, TEXTS["tiny"], Shard(0, 2), formats=plain(graph))
+        whole = shard(graph, TEXTS["tiny"], Shard(0, 2))
         assert "all_gather" not in {c.op.spec.name for c in whole.calls}
         return
     with pytest.raises((GraphError, OpRefused)) as info:
-        shard(graph, TEXTS["tiny"], Shard(1, 2), formats=plain(graph))
+        shard(graph, TEXTS["tiny"], Shard(1, 2))
     assert isinstance(info.value, M31Error)
 
 
@@ -316,7 +303,7 @@ def test_the_message_for_axes_that_do_not_fit() -> None:
         GraphError,
         match=r"shard pass, node linear.*'sparse_attention' is spread along heads; expected one that is whole",
     ):
-        shard(graph, TEXTS["tiny"], Shard(0, 2), formats=plain(graph))
+        shard(graph, TEXTS["tiny"], Shard(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -334,12 +321,12 @@ def test_axes_that_cannot_be_spread(axes: tuple[str | None, ...], message: str) 
 def test_an_op_without_a_rule_is_refused() -> None:
     """A fused op, or a graph that has been spread already."""
     text, own = TEXTS["tiny"], Shard(0, 2)
-    once = shard(GRAPHS["tiny"], text, own, formats=plain(GRAPHS["tiny"]))
+    once = shard(GRAPHS["tiny"], text, own)
     halved = replace(text, num_heads=4, num_kv_heads=1, dense_intermediate_size=24, vocab_size=32)
     with pytest.raises(GraphError, match=r"node all_reduce: no rule for op all_reduce; expected the graph as it was"):
-        shard(once, halved, own, formats=plain(once))
+        shard(once, halved, own)
     graph = trace(text)
     fused: fx.Node = next(n for n in graph.fx.nodes if isinstance(n.target, OpSpec) and n.target.name == "gather_rows")
     fused.target = replace(fused.target, name="gather_and_head")  # type: ignore[type-var]
     with pytest.raises(GraphError, match="no rule for op gather_and_head"):
-        shard(infer(graph.fx), text, own, formats=plain(graph))
+        shard(infer(graph.fx), text, own)

@@ -128,6 +128,7 @@ def open_model(args: argparse.Namespace) -> Model:
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         index_dtype=args.index_dtype,
+        v_scale_order=args.v_scale_order,
         arithmetic=args.arithmetic,
         max_context=args.max_context,
     )

@@ -3,14 +3,17 @@
 from m31.graph.placement import Cut, KVShare, Part, kv_share, narrow, placement
 from m31.graph.plan import (
     Arithmetic,
+    Assigned,
     Binder,
     BoundGraph,
     DefaultPlan,
+    Handles,
     Kernel,
     Plan,
     Refusal,
     RunKernel,
     WeightHandle,
+    assign,
     bind,
 )
 from m31.graph.rounding import NO_ROUNDING, Rounding
@@ -33,6 +36,7 @@ __all__ = [
     "NO_ROUNDING",
     "STEP_INPUTS",
     "Arithmetic",
+    "Assigned",
     "Binder",
     "BoundGraph",
     "Call",
@@ -40,6 +44,7 @@ __all__ = [
     "Cut",
     "DefaultPlan",
     "Group",
+    "Handles",
     "KVShare",
     "Kernel",
     "LocalGroup",
@@ -57,6 +62,7 @@ __all__ = [
     "StepSize",
     "TorchGroup",
     "WeightHandle",
+    "assign",
     "bind",
     "collective_kernel",
     "infer",

@@ -7,7 +7,6 @@ to save what a mapped file does not cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -18,8 +17,7 @@ from m31.graph.trace import ModelGraph
 from m31.ops import TensorDecl
 from m31.parallel import Shard, ShardRefused
 
-BLOCKS = {"plain": 1, "mxfp8": mxfp8.GROUP, "nvfp4": nvfp4.GROUP}
-"""Inputs of a matrix that share a scale, by storage format: no cut may divide them."""
+_BLOCKS = {"mxfp8": mxfp8.GROUP, "nvfp4": nvfp4.GROUP}  # inputs that share a scale; no cut may divide them
 
 _ON_EVERY_RANK = ("embedding", "router")  # ops whose weights are not spread, whatever their axes
 _COPIED = ("kv_heads", "index_heads")  # axes of which neighbouring ranks may have the same part
@@ -99,7 +97,8 @@ def placement(graph: ModelGraph, text: Text, shard: Shard) -> dict[str, Part]:
     """Tensor name -> the part that a rank reads, for every weight of the unspread graph.
 
     Raises:
-        ShardRefused: heads, a width or the vocabulary do not divide.
+        ShardRefused: heads, a width or the vocabulary do not divide, or the cut of a quantised tensor's inputs would
+            divide one of its blocks (known if the graph was traced with `stored`).
         GraphError: a weight with axes that cannot be spread.
     """
     parts: dict[str, Part] = {}
@@ -116,6 +115,7 @@ def placement(graph: ModelGraph, text: Text, shard: Shard) -> dict[str, Part]:
                 if key not in spans:
                     spans[key] = _span(*key, text, shard, tensor.name)
                 cut = Cut(at, spans[key].start, spans[key].stop)
+                _check_block(tensor, cut, shard)
             parts[tensor.name] = Part(tensor.name, tensor.shape, cut)
     return parts
 
@@ -141,29 +141,17 @@ def _span(axis: str, size: int, text: Text, shard: Shard, name: str) -> range:
 _WORDS = {"ff": "feed-forward channels", "vocab": "tokens of the vocabulary"}
 
 
-def check_blocks(parts: Mapping[str, Part], formats: Mapping[str, str], shard: Shard) -> None:
-    """Refuse a cut of the inputs of a quantised matrix that divides a block of it.
-
-    Args:
-        formats: tensor name -> `plain`, `mxfp8` or `nvfp4`.
-
-    Raises:
-        ShardRefused: names the tensor and what its width would have to be a multiple of.
-        GraphError: a tensor without a format, or of an unknown one.
-    """
-    for name, part in parts.items():
-        stored = formats.get(name)
-        if stored not in BLOCKS:
-            raise GraphError(f"stored as {stored!r}", where=f"tensor '{name}'", expected=" or ".join(BLOCKS))
-        block = BLOCKS[stored]
-        last = len(part.whole) - 1
-        if part.cut is not None and part.cut.axis == last and (part.cut.start % block or part.cut.stop % block):
-            raise ShardRefused(
-                f"{part.whole[last]:,} inputs over {shard.world} ranks divide a block of {stored}",
-                where=f"{shard}, tensor '{name}'",
-                expected=f"a multiple of {block * shard.world:,}, {block} for each rank",
-                fix="use fewer devices, or a checkpoint that stores this tensor plain",
-            )
+def _check_block(tensor: TensorDecl, cut: Cut, shard: Shard) -> None:
+    """Refuse a cut of the inputs of a quantised matrix that divides a block of it."""
+    last = len(tensor.shape) - 1
+    block = _BLOCKS.get(tensor.stored or "", 1)
+    if cut.axis == last and (cut.start % block or cut.stop % block):
+        raise ShardRefused(
+            f"{tensor.shape[last]:,} inputs over {shard.world} ranks divide a block of {tensor.stored}",
+            where=f"{shard}, tensor '{tensor.name}'",
+            expected=f"a multiple of {block * shard.world:,}, {block} for each rank",
+            fix="use fewer devices, or a checkpoint that stores this tensor plain",
+        )
 
 
 class Sliceable(Protocol):

@@ -20,7 +20,7 @@ from torch import fx
 
 from m31.config import Text
 from m31.errors import GraphError
-from m31.graph.placement import Part, check_blocks, heads_of, placement
+from m31.graph.placement import Part, heads_of, placement
 from m31.graph.trace import ModelGraph, infer
 from m31.ops import OpSpec, TensorDecl, WeightDecl, all_gather, all_reduce
 from m31.parallel import Shard
@@ -59,25 +59,21 @@ _COUNTED = {"head_rmsnorm": "heads", "sparse_attention": "kv_heads", "dense_atte
 _HEADS = ("heads", "kv_heads", "index_heads")
 
 
-def shard(graph: ModelGraph, text: Text, shard: Shard, *, formats: Mapping[str, str]) -> ModelGraph:
+def shard(graph: ModelGraph, text: Text, shard: Shard) -> ModelGraph:
     """The graph that one rank runs: local weight shapes, local head counts, collectives. For a world of one: `graph`.
 
     Args:
         graph: the whole model's, before any fusion; not changed.
         text: the description that it was traced from.
         shard: the rank.
-        formats: how each tensor is stored, `plain`, `mxfp8` or `nvfp4`, by name.
 
     Raises:
-        ShardRefused: heads, a width or the vocabulary do not divide, or a cut would divide a block of a quantised
-            tensor.
+        ShardRefused: heads, a width, the vocabulary or the blocks of a quantised tensor do not divide.
         GraphError: an op without a rule, or weights cut along axes that do not belong together.
     """
     if shard.world == 1:
         return graph
-    parts = placement(graph, text, shard)
-    check_blocks(parts, formats, shard)
-    return infer(_Pass(graph, text, shard, parts).run())
+    return infer(_Pass(graph, text, shard, placement(graph, text, shard)).run())
 
 
 class _Pass:

@@ -2,10 +2,11 @@
 
 from m31.parallel.group import CollectiveError, Group, LocalGroup, TorchGroup
 from m31.parallel.kernels import COLLECTIVES, collective_kernel
-from m31.parallel.shard import Shard, ShardRefused
+from m31.parallel.shard import WHOLE, Shard, ShardRefused
 
 __all__ = [
     "COLLECTIVES",
+    "WHOLE",
     "CollectiveError",
     "Group",
     "LocalGroup",

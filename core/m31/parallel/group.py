@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m31.errors import BackendError
-from m31.parallel.shard import Shard
+from m31.parallel.shard import WHOLE, Shard
 
 
 class CollectiveError(BackendError):
@@ -79,7 +79,7 @@ class LocalGroup(Group):
     """A world of one: both collectives are the identity."""
 
     def __init__(self) -> None:
-        self.shard = Shard(0, 1)
+        self.shard = WHOLE
 
     def _reduce(self, out: Tensor, x: Tensor) -> None:
         _copy(out, x)

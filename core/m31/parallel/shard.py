@@ -24,7 +24,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
-            raise ShardRefused(f"rank {self.rank} of a world of {self.world}", expected="0 <= rank < world")
+            raise ShardRefused(f"{self}", expected="0 <= rank < world")
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world}"
@@ -61,3 +61,7 @@ class Shard:
             own = self.rank * count // self.world
             return range(own, own + 1)
         return self.share(count, what, where)
+
+
+WHOLE = Shard(0, 1)
+"""One rank that has everything."""
