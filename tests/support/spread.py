@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from m31.checkpoint import Checkpoint
-from m31.engine.api import stored_as
 from m31.engine.compiler import Compiler, PreparedWeights
+from m31.engine.opening import stored_as
 from m31.graph import (
     Arithmetic,
     Assigned,
