@@ -1,5 +1,6 @@
 """The model as one readable graph, its steps, and its plans (DESIGN.md §5, §6)."""
 
+from m31.graph.fuse import Fusion, FusionReport, fuse
 from m31.graph.plan import (
     Arithmetic,
     Binder,
@@ -15,6 +16,7 @@ from m31.graph.plan import (
 from m31.graph.rounding import NO_ROUNDING, Rounding
 from m31.graph.step import StepBatch, StepClass, StepSize
 from m31.graph.trace import STEP_INPUTS, Call, ModelGraph, OpInstance, infer, trace
+from m31.graph.unfuse import PartHandles, Unfused, compose, prepare_parts, unfused
 
 __all__ = [
     "NO_ROUNDING",
@@ -24,9 +26,12 @@ __all__ = [
     "BoundGraph",
     "Call",
     "DefaultPlan",
+    "Fusion",
+    "FusionReport",
     "Kernel",
     "ModelGraph",
     "OpInstance",
+    "PartHandles",
     "Plan",
     "Refusal",
     "Rounding",
@@ -34,8 +39,13 @@ __all__ = [
     "StepBatch",
     "StepClass",
     "StepSize",
+    "Unfused",
     "WeightHandle",
     "bind",
+    "compose",
+    "fuse",
     "infer",
+    "prepare_parts",
     "trace",
+    "unfused",
 ]

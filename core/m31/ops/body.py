@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A recorded body: a straight line of parts. A value is called like its parameter, or after the op that makes it."""
+    """A recorded body: a straight line of parts. A value is called like its parameter, or after its op."""
 
     parameters: tuple[str, ...]
     parts: tuple[Part, ...]
@@ -133,7 +133,9 @@ class _Recorder:
     def create_proxy(self, kind: str, spec: OpSpec, args: Sequence[Any], attrs: Attrs) -> _Value:
         """Record one part."""
         if not all(isinstance(a, _Value) for a in args):
-            raise GraphError(f"a body gives '{spec.name}' a constant", expected="values of the body, attributes by name")
+            raise GraphError(
+                f"a body gives '{spec.name}' a constant", expected="values of the body, attributes by name"
+            )
         at = f"{spec.name}#{len(self.parts)}"
         several = len(spec.outputs) > 1
         results = tuple(f"{at}.{out.name}" if several else at for out in spec.outputs)

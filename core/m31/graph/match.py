@@ -1,0 +1,277 @@
+"""Finding the body of a fused op in a traced graph.
+
+A match is searched from the node of the body's anchor: backwards to what makes a value (one candidate), forwards to
+what reads it (several). Attributes are bound as they are met. A complete match is then checked to be replaceable.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from m31.errors import GraphError
+from m31.graph.trace import ModelGraph
+from m31.ops import OpSpec, WeightDecl
+from m31.ops.body import Body, FusedOp, Part, Ref
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """One place of a graph where a body stands.
+
+    Attributes:
+        place: for messages, e.g. "layer 3".
+        attrs: all attributes of the fused op.
+        nodes: of the parts, and of the items of parts with several outputs; in order of the graph.
+        sources: per input of the fused op, a node of the match and the position at which it reads that input.
+        outputs: the node of each output.
+    """
+
+    place: str
+    attrs: dict[str, Any]
+    nodes: tuple[fx.Node, ...]
+    sources: tuple[tuple[fx.Node, int], ...]
+    outputs: tuple[fx.Node, ...]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """What the fused op reads, as the graph is now."""
+        return tuple(node.args[at] for node, at in self.sources)  # type: ignore[misc]
+
+
+@dataclass(frozen=True, eq=False)
+class Miss:
+    """An anchor around which the body does not stand: how far the search came, and what stopped it there."""
+
+    place: str
+    depth: int
+    reason: str
+
+
+def find(spec: FusedOp, graph: ModelGraph) -> tuple[list[Match], list[Miss]]:
+    """All places of a body, and the anchors that are none, both in order of the graph."""
+    order = {node: i for i, node in enumerate(graph.fx.nodes)}
+    forms = [(flags, _Form(spec, body)) for flags, body in spec.patterns()]
+    taken: set[fx.Node] = set()
+    matches: list[Match] = []
+    misses: list[Miss] = []
+    for anchor in order:
+        if not (isinstance(anchor.target, OpSpec) and anchor.target.name == spec.anchor):
+            continue
+        place = _place(anchor, graph)
+        search = _Search(graph, order, taken, place)
+        found = next((m for flags, form in forms if (m := search.match(form, flags, anchor)) is not None), None)
+        if found is None:
+            misses.append(Miss(place, search.depth, search.reason))
+        else:
+            matches.append(found)
+            taken.update(found.nodes)
+    return matches, misses
+
+
+def _place(node: fx.Node, graph: ModelGraph) -> str:
+    """The layer of a node, from its attributes or its weights."""
+    if "layer" in node.kwargs:
+        return f"layer {node.kwargs['layer']}"
+    for arg in node.all_input_nodes:
+        value = graph.types[arg.name]
+        if isinstance(value, WeightDecl):
+            layer = re.search(r"\blayers\.(\d+)\.(.+)", value.name)
+            return f"layer {layer[1]} ({layer[2]})" if layer else value.name
+    return f"node {node.name}"
+
+
+class _Form:
+    """One form of a body, indexed: who makes a value and who reads it."""
+
+    def __init__(self, spec: FusedOp, body: Body) -> None:
+        self.spec, self.body = spec, body
+        self.maker = {value: part for part in body.parts for value in part.results}
+        self.names = {value: out.name for value, out in zip(body.outputs, spec.outputs, strict=True)}
+        self.anchor = next(part for part in body.parts if part.spec.name == spec.anchor)
+
+    def source(self, parameter: str) -> tuple[Part, int]:
+        """A part that reads a parameter, and where."""
+        return next((p, at) for p in self.body.parts for at, value in enumerate(p.args) if value == parameter)
+
+
+@dataclass(eq=False)
+class _Bound:
+    """A partial match."""
+
+    parts: dict[str, fx.Node] = field(default_factory=dict)  # by first result of the part
+    values: dict[str, fx.Node] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> _Bound:
+        return _Bound(dict(self.parts), dict(self.values), dict(self.attrs))
+
+    def has(self, part: Part) -> bool:
+        return part.results[0] in self.parts
+
+
+class _Search:
+    """The search around one anchor; remembers the reason of the failure that came furthest."""
+
+    def __init__(self, graph: ModelGraph, order: dict[fx.Node, int], taken: set[fx.Node], place: str) -> None:
+        self.graph, self.order, self.taken, self.place = graph, order, taken, place
+        self.depth, self.reason = -1, ""
+
+    def match(self, form: _Form, flags: dict[str, bool], anchor: fx.Node) -> Match | None:
+        """The match of one form of the body, if it stands here."""
+        start = self._bind(form, _Bound(), form.anchor, anchor)
+        bound = None if start is None else self._extend(form, start)
+        if bound is None:
+            return None
+        nodes = {*bound.parts.values(), *(bound.values[v] for v in form.maker)}
+        sources = [form.source(parameter) for parameter in form.body.parameters]
+        return Match(
+            self.place,
+            {name: flags.get(name, bound.attrs.get(name)) for name in form.spec.attrs},
+            tuple(sorted(nodes, key=self.order.__getitem__)),
+            tuple((bound.parts[part.results[0]], at) for part, at in sources),
+            tuple(bound.values[value] for value in form.body.outputs),
+        )
+
+    def _fail(self, bound: _Bound, reason: str) -> None:
+        if len(bound.parts) > self.depth:
+            self.depth, self.reason = len(bound.parts), reason
+
+    def _extend(self, form: _Form, bound: _Bound) -> _Bound | None:
+        """Bind the remaining parts, one after the other, going back where a choice was wrong."""
+        if len(bound.parts) == len(form.body.parts):
+            reason = self._obstacle(form, bound)
+            if reason is not None:
+                self._fail(bound, reason)
+            return bound if reason is None else None
+        part, candidates = self._next(form, bound)
+        for node in candidates:
+            further = self._bind(form, bound, part, node)
+            done = None if further is None else self._extend(form, further)
+            if done is not None:
+                return done
+        if not candidates:
+            self._fail(bound, f"no {part.spec.name} reads what it should")
+        return None
+
+    def _next(self, form: _Form, bound: _Bound) -> tuple[Part, list[fx.Node]]:
+        """The part with the fewest candidates, and those."""
+        for value, node in bound.values.items():
+            part = form.maker.get(value)
+            if part is not None and not bound.has(part):
+                return part, [_producer(node)]
+        readers = [
+            (len(bound.values[value].users), i, at)
+            for i, part in enumerate(form.body.parts)
+            if not bound.has(part)
+            for at, value in enumerate(part.args)
+            if value in bound.values
+        ]
+        if not readers:
+            raise GraphError("the body is not connected", where=f"op {form.spec.name}")
+        _, i, at = min(readers)
+        part = form.body.parts[i]
+        source = bound.values[part.args[at]]
+        users = sorted(source.users, key=self.order.__getitem__)
+        inside = set(bound.parts.values())
+        fits = [u for u in users if u.target is part.spec and u.args[at] is source and u not in inside]
+        return part, fits
+
+    def _bind(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> _Bound | None:
+        """The partial match with one part more; None, with the reason noted, if the node is not that part."""
+        wrong = self._clash(form, bound, part, node)
+        if wrong is not None:
+            self._fail(bound, wrong)
+            return None
+        further = bound.copy()
+        further.parts[part.results[0]] = node
+        further.values.update(zip(part.args, _args(node), strict=True))
+        further.values.update(zip(part.results, _results(node), strict=True))
+        further.attrs.update((ref.name, node.kwargs[a]) for a, ref in part.attrs.items() if isinstance(ref, Ref))
+        return further
+
+    def _clash(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> str | None:
+        """What keeps a node from being a part."""
+        if node.target is not part.spec:
+            return f"{node.name} is where {part.spec.name} was expected"
+        if node in bound.parts.values() or node in self.taken:
+            return f"{node.name} already has another role"
+        attrs = dict(bound.attrs)
+        for name, value in part.attrs.items():
+            wanted = attrs.setdefault(value.name, node.kwargs[name]) if isinstance(value, Ref) else value
+            if node.kwargs[name] != wanted:
+                return f"{name} of {node.name} is {node.kwargs[name]!r}, expected {wanted!r}"
+        made = _results(node)
+        if len(made) != len(part.results):
+            return f"{node.name} does not have {len(part.results)} outputs that are taken once each"
+        values = dict(bound.values)
+        for value, got in zip((*part.args, *part.results), (*_args(node), *made), strict=True):
+            if values.setdefault(value, got) is not got:
+                return f"{node.name} has {got.name} in the place of {values[value].name}"
+        for value, got in zip(part.results, made, strict=True):
+            output = form.names.get(value)
+            if output in form.spec.readers:
+                return self._misread(output, form.spec.readers[output], got)
+        return None
+
+    @staticmethod
+    def _misread(output: str, allowed: Sequence[str], node: fx.Node) -> str | None:
+        """Readers tell apart chains that look alike."""
+        readers = [user.target.name if isinstance(user.target, OpSpec) else user.name for user in node.users]
+        if readers and set(readers) <= set(allowed):
+            return None
+        return f"'{output}' would be {node.name}, which is read by {sorted(readers)}, expected {list(allowed)}"
+
+    def _obstacle(self, form: _Form, bound: _Bound) -> str | None:
+        """What keeps a complete match from being replaced by one node."""
+        inside = {*bound.parts.values(), *(bound.values[v] for v in form.maker)}
+        last = max(self.order[node] for node in inside)
+        for value in form.maker:
+            for user in bound.values[value].users:
+                if user in inside:
+                    continue
+                if value not in form.body.outputs:
+                    return f"{bound.values[value].name}, an interior value, is read by {user.name}"
+                if self.order[user] < last:
+                    return f"{bound.values[value].name} is read by {user.name} before the last part"
+        for arg in form.spec.inputs:
+            node = bound.values[arg.name]
+            others = [user for user in node.users if user not in inside]
+            if arg.kind == "weight" and len(node.users) != 1:
+                return f"weight {node.name} has {len(node.users)} readers, expected one"
+            if arg.kind == "state":
+                first = min(self.order[user] for user in node.users if user in inside)
+                late = [user.name for user in others if self.order[user] > first]
+                if late:
+                    return f"{node.name}, the state before the writes, is read by {late[0]} after the first of them"
+        return None
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+
+
+def _args(node: fx.Node) -> tuple[fx.Node, ...]:
+    return node.args  # type: ignore[return-value]
+
+
+def _results(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The values that a node makes: itself, or its items in order."""
+    spec = node.target
+    if not isinstance(spec, OpSpec) or len(spec.outputs) == 1:
+        return (node,)
+    return tuple(sorted(node.users, key=_index))
+
+
+def _index(item: fx.Node) -> int:
+    return item.args[1]  # type: ignore[return-value]
+
+
+def furthest(misses: Sequence[Miss]) -> Miss | None:
+    """The miss that came closest to a match, the first of several: anchors that are no place at all come less far."""
+    return max(misses, key=lambda miss: miss.depth, default=None)
