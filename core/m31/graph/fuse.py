@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from m31.errors import GraphError
-from m31.graph.match import Match, Miss, find, furthest
+from m31.graph.match import Match, Miss, find, nearest
 from m31.graph.trace import ModelGraph, OpInstance, infer
 from m31.ops.body import FusedOp, Layers
 from m31.ops.fused import FUSED
+
+_SHOWN = 4  # misses in a message
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,17 @@ def fuse(
 
 
 def _mismatch(spec: FusedOp, matched: int, expected: int, misses: Sequence[Miss]) -> GraphError:
-    miss = furthest(misses)
+    near = nearest(misses)
     if matched > expected:
-        why = None
-    elif miss is None:
-        why = f"the graph has no further {spec.anchor}"
+        why = "the description is of another model"
+    elif not near:
+        why = f"the graph has no more {spec.anchor}"
     else:
-        why = f"missed {miss.place}: {miss.reason}"
+        # If they are more than are missing, some are no places of the body, and nothing tells which.
+        shown = near[:1] if len(near) <= expected - matched else near[:_SHOWN]
+        why = ", ".join(f"missed {miss.place}: {miss.reason}" for miss in shown)
     return GraphError(
-        f"fusion '{spec.name}' matched {matched} of {expected} places" + (f"; {why}" if why else ""),
+        f"fusion '{spec.name}' matched {matched} of {expected} places; {why}",
         fix="the graph and the body that declares the op differ: mend one of them, or do not ask for the fusion",
     )
 

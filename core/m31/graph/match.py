@@ -46,10 +46,16 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class Miss:
-    """An anchor around which the body does not stand: how far the search came, and what stopped it there."""
+    """An anchor around which the body does not stand.
+
+    Attributes:
+        place: as in `Match`.
+        near: how close to a match the search came; larger is closer.
+        reason: what stopped it there.
+    """
 
     place: str
-    depth: int
+    near: tuple[int, int]
     reason: str
 
 
@@ -67,7 +73,7 @@ def find(spec: FusedOp, graph: ModelGraph) -> tuple[list[Match], list[Miss]]:
         search = _Search(graph, order, taken, place)
         found = next((m for flags, form in forms if (m := search.match(form, flags, anchor)) is not None), None)
         if found is None:
-            misses.append(Miss(place, search.depth, search.reason))
+            misses.append(Miss(place, search.near, search.reason))
         else:
             matches.append(found)
             taken.update(found.nodes)
@@ -115,12 +121,17 @@ class _Bound:
         return part.results[0] in self.parts
 
 
+# How much a failure says. A form of the body that does not fit here, or a chain that was taken for another one, fails
+# where a part is missing; an attribute that differs, or a complete match that may not be replaced, is rarely chance.
+_STRUCTURE, _ATTRIBUTE, _OBSTACLE = range(3)
+
+
 class _Search:
-    """The search around one anchor; remembers the reason of the failure that came furthest."""
+    """The search around one anchor; remembers the failure that says most, and among such the one that came furthest."""
 
     def __init__(self, graph: ModelGraph, order: dict[fx.Node, int], taken: set[fx.Node], place: str) -> None:
         self.graph, self.order, self.taken, self.place = graph, order, taken, place
-        self.depth, self.reason = -1, ""
+        self.near, self.reason = (-1, 0), ""
 
     def match(self, form: _Form, flags: dict[str, bool], anchor: fx.Node) -> Match | None:
         """The match of one form of the body, if it stands here."""
@@ -138,16 +149,16 @@ class _Search:
             tuple(bound.values[value] for value in form.body.outputs),
         )
 
-    def _fail(self, bound: _Bound, reason: str) -> None:
-        if len(bound.parts) > self.depth:
-            self.depth, self.reason = len(bound.parts), reason
+    def _fail(self, bound: _Bound, kind: int, reason: str) -> None:
+        if (kind, len(bound.parts)) > self.near:
+            self.near, self.reason = (kind, len(bound.parts)), reason
 
     def _extend(self, form: _Form, bound: _Bound) -> _Bound | None:
         """Bind the remaining parts, one after the other, going back where a choice was wrong."""
         if len(bound.parts) == len(form.body.parts):
             reason = self._obstacle(form, bound)
             if reason is not None:
-                self._fail(bound, reason)
+                self._fail(bound, _OBSTACLE, reason)
             return bound if reason is None else None
         part, candidates = self._next(form, bound)
         for node in candidates:
@@ -156,7 +167,7 @@ class _Search:
             if done is not None:
                 return done
         if not candidates:
-            self._fail(bound, f"no {part.spec.name} reads what it should")
+            self._fail(bound, _STRUCTURE, f"no {part.spec.name} reads what it should")
         return None
 
     def _next(self, form: _Form, bound: _Bound) -> tuple[Part, list[fx.Node]]:
@@ -184,10 +195,11 @@ class _Search:
 
     def _bind(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> _Bound | None:
         """The partial match with one part more; None, with the reason noted, if the node is not that part."""
-        wrong = self._clash(form, bound, part, node)
-        if wrong is not None:
-            self._fail(bound, wrong)
-            return None
+        for kind, clash in ((_STRUCTURE, self._misfit), (_ATTRIBUTE, self._differs), (_STRUCTURE, self._elsewhere)):
+            wrong = clash(form, bound, part, node)
+            if wrong is not None:
+                self._fail(bound, kind, wrong)
+                return None
         further = bound.copy()
         further.parts[part.results[0]] = node
         further.values.update(zip(part.args, _args(node), strict=True))
@@ -195,27 +207,33 @@ class _Search:
         further.attrs.update((ref.name, node.kwargs[a]) for a, ref in part.attrs.items() if isinstance(ref, Ref))
         return further
 
-    def _clash(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> str | None:
-        """What keeps a node from being a part."""
+    def _misfit(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> str | None:
         if node.target is not part.spec:
             return f"{node.name} is where {part.spec.name} was expected"
         if node in bound.parts.values() or node in self.taken:
             return f"{node.name} already has another role"
+        if len(_results(node)) != len(part.results):
+            return f"{node.name} does not have {len(part.results)} outputs that are taken once each"
+        return None
+
+    def _differs(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> str | None:
         attrs = dict(bound.attrs)
         for name, value in part.attrs.items():
             wanted = attrs.setdefault(value.name, node.kwargs[name]) if isinstance(value, Ref) else value
             if node.kwargs[name] != wanted:
                 return f"{name} of {node.name} is {node.kwargs[name]!r}, expected {wanted!r}"
+        return None
+
+    def _elsewhere(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> str | None:
+        """A value that is not the one which the rest of the match has to do with, or not read as it should be."""
         made = _results(node)
-        if len(made) != len(part.results):
-            return f"{node.name} does not have {len(part.results)} outputs that are taken once each"
         values = dict(bound.values)
         for value, got in zip((*part.args, *part.results), (*_args(node), *made), strict=True):
             if values.setdefault(value, got) is not got:
                 return f"{node.name} has {got.name} in the place of {values[value].name}"
         for value, got in zip(part.results, made, strict=True):
             output = form.names.get(value)
-            if output in form.spec.readers:
+            if output is not None and output in form.spec.readers:
                 return self._misread(output, form.spec.readers[output], got)
         return None
 
@@ -272,6 +290,7 @@ def _index(item: fx.Node) -> int:
     return item.args[1]  # type: ignore[return-value]
 
 
-def furthest(misses: Sequence[Miss]) -> Miss | None:
-    """The miss that came closest to a match, the first of several: anchors that are no place at all come less far."""
-    return max(misses, key=lambda miss: miss.depth, default=None)
+def nearest(misses: Sequence[Miss]) -> list[Miss]:
+    """The misses that came closest to a match: anchors that are no place at all come less far."""
+    best = max((miss.near for miss in misses), default=None)
+    return [miss for miss in misses if miss.near == best]

@@ -232,6 +232,9 @@ def _signature(draft: FusedOp, outputs: tuple[str, ...]) -> tuple[tuple[Arg, ...
                     found.setdefault(value, set()).add((arg.layout, arg.dtype, arg.kind))
             made |= dict(zip(part.results, part.spec.outputs, strict=True))
             used |= {value.name for value in part.attrs.values() if isinstance(value, Ref)}
+        if len(form.outputs) != len(outputs):
+            wanted = ", ".join(outputs)
+            raise GraphError(f"the body returns {len(form.outputs)} values", where=f"op {draft.name}", expected=wanted)
         for name, value in zip(outputs, form.outputs, strict=True):
             arg = made[value]
             found.setdefault(f"-> {name}", set()).add((arg.layout, arg.dtype, arg.kind))
