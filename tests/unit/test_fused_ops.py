@@ -15,7 +15,8 @@ from m31 import ops
 from m31.errors import GraphError, OpRefused
 from m31.graph import OpInstance, PartHandles, compose, unfused
 from m31.ops import Arg, Case, StateType, TensorDecl, TensorType, WeightDecl
-from m31.ops.body import Example, FusedOp, declare
+from m31.ops.body import FusedOp, declare
+from m31.ops.examples import Example
 from m31.ops.fused import FUSED, add_norm, experts_shared, qkv_insert, qkv_insert_dense
 from m31_reference.session import ReferenceBackend
 from m31_reference.weights import Weights

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from m31.errors import GraphError, OpRefused
-from m31.ops.cases import rng_for
-from m31.ops.spec import Arg, Attrs, Case, OpSpec, StateType, TensorDecl, TensorType, ValueType, WeightDecl
+from m31.ops.examples import Example, types, values
+from m31.ops.spec import Arg, Attrs, Case, OpSpec, ValueType
 
 BodyFn = Callable[..., Any]
-Shape = tuple[int, ...]
 
 
 class Layers(Protocol):
@@ -61,27 +60,6 @@ class Body:
     parameters: tuple[str, ...]
     parts: tuple[Part, ...]
     outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Example:
-    """Sizes of a case of a fused op; the values come from the seed.
-
-    Args:
-        name: unique within the op.
-        attrs: all attributes but the variants.
-        shapes: input -> shape, for weights with several slots slot -> shape.
-        given: inputs whose values matter: indices, rotation tables.
-        scales: factor on an input's values.
-        state: the KV arrays, see `Case.state`.
-    """
-
-    name: str
-    attrs: Attrs
-    shapes: Mapping[str, Shape | Mapping[str, Shape]]
-    given: Mapping[str, Any] = field(default_factory=dict)
-    scales: Mapping[str, float] = field(default_factory=dict)
-    state: Mapping[tuple[int, str], Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,11 +161,11 @@ def declare(
     annotated = inspect.signature(body, eval_str=True).parameters
     variants = tuple(a for a in attrs if annotated[a].annotation is bool)
 
-    def infer(values: Attrs, given: Sequence[Any]) -> tuple[ValueType, ...]:
-        return _infer(spec, values, given)
+    def infer(given: Attrs, inputs: Sequence[Any]) -> tuple[ValueType, ...]:
+        return _infer(spec, given, inputs)
 
-    def naive(values: Attrs, *inputs: Any) -> tuple[Any, ...]:
-        return _naive(spec.parts(values), inputs)
+    def naive(given: Attrs, *inputs: Any) -> tuple[Any, ...]:
+        return _naive(spec.parts(given), inputs)
 
     def cases() -> Iterator[Case]:
         return _cases(spec, examples)
@@ -258,23 +236,23 @@ def _infer(spec: FusedOp, attrs: Attrs, given: Sequence[Any]) -> tuple[ValueType
         if not isinstance(attrs[name], bool):
             spec.refuse(f"attribute {name} is {attrs[name]!r}", expected="True or False")
     body = spec.parts(attrs)
-    types: dict[str, ValueType] = dict(zip(body.parameters, given, strict=True))
+    known: dict[str, ValueType] = dict(zip(body.parameters, given, strict=True))
     for part in body.parts:
         try:
-            made = part.spec.types(part.attrs, [types[a] for a in part.args])
+            made = part.spec.types(part.attrs, [known[a] for a in part.args])
         except OpRefused as error:
             where = f"op {spec.name}, part {part.spec.name} of {list(part.args)}"
             raise OpRefused(error.what, where=where, expected=error.expected) from error
-        types.update(zip(part.results, made, strict=True))
-    return tuple(types[o] for o in body.outputs)
+        known.update(zip(part.results, made, strict=True))
+    return tuple(known[o] for o in body.outputs)
 
 
 def _naive(body: Body, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    values = dict(zip(body.parameters, inputs, strict=True))
+    known = dict(zip(body.parameters, inputs, strict=True))
     for part in body.parts:
-        made = part.spec.naive(part.attrs, *(values[a] for a in part.args))
-        values.update(zip(part.results, made, strict=True))
-    return tuple(values[o] for o in body.outputs)
+        made = part.spec.naive(part.attrs, *(known[a] for a in part.args))
+        known.update(zip(part.results, made, strict=True))
+    return tuple(known[o] for o in body.outputs)
 
 
 def _cases(spec: FusedOp, examples: Callable[[str], Iterator[Example]]) -> Iterator[Case]:
@@ -283,56 +261,16 @@ def _cases(spec: FusedOp, examples: Callable[[str], Iterator[Example]]) -> Itera
         on = "+".join(name for name, flag in chosen.items() if flag) or "exact"
         for example in examples(spec.name):
             case = f"{spec.name}/{example.name}" + (f"/{on}" if spec.variants else "")
-            yield Case(case, {**example.attrs, **chosen}, _values(spec, example, case), example.state)
-
-
-def _values(spec: FusedOp, example: Example, seed: str) -> dict[str, Any]:
-    """Normal values, scaled so that no branch of a body drowns another."""
-    rng = rng_for(seed)
-
-    def values(shape: Shape, kind: Literal["data", "weight", "state"]) -> Any:
-        spread = 1.0 if kind == "data" else 0.3 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
-        return rng.standard_normal(shape) * spread
-
-    out: dict[str, Any] = {}
-    for arg in spec.inputs:
-        if arg.name in example.given:
-            out[arg.name] = example.given[arg.name]
-        elif arg.kind != "state":
-            shape, scale = example.shapes[arg.name], example.scales.get(arg.name, 1.0)
-            if isinstance(shape, tuple):
-                out[arg.name] = values(shape, arg.kind) * scale
-            else:
-                out[arg.name] = {slot: values(inner, arg.kind) * scale for slot, inner in shape.items()}
-    return out
-
-
-def _types(spec: FusedOp, example: Example, *, grown: str) -> tuple[ValueType, ...]:
-    """Types of an example's inputs; the weight `grown` is one wider than it may be."""
-    out: list[ValueType] = []
-    for arg in spec.inputs:
-        if arg.kind == "state":
-            out.append(StateType(arg.name))
-            continue
-        shape = example.given[arg.name].shape if arg.name in example.given else example.shapes[arg.name]
-        if arg.kind == "data":
-            out.append(TensorType((arg.layout.split(",")[0], *shape[1:]), arg.layout, arg.dtype))
-            continue
-        more = int(arg.name == grown)
-        slots = {"weight": shape} if isinstance(shape, tuple) else shape
-        sizes = {slot: (*inner[:-1], inner[-1] + more) for slot, inner in slots.items()}
-        decls = {slot: TensorDecl(f"{arg.name}.{slot}", s, (None,) * len(s)) for slot, s in sizes.items()}
-        out.append(WeightDecl(arg.name, decls))
-    return tuple(out)
+            yield Case(case, {**example.attrs, **chosen}, values(spec.inputs, example, case), example.state)
 
 
 def _refuses(spec: FusedOp, example: Example) -> tuple[tuple[str, Attrs, tuple[Any, ...]], ...]:
     """Each weight one too wide, and a variant that is no boolean."""
     attrs = {**example.attrs, **dict.fromkeys(spec.variants, False)}
     wide = tuple(
-        (f"a weight '{arg.name}' of another width", attrs, _types(spec, example, grown=arg.name))
+        (f"a weight '{arg.name}' of another width", attrs, types(spec.inputs, example, grown=arg.name))
         for arg in spec.inputs
         if arg.kind == "weight"
     )
-    odd = tuple((f"{name} of 1", {**attrs, name: 1}, _types(spec, example, grown="")) for name in spec.variants)
+    odd = tuple((f"{name} of 1", {**attrs, name: 1}, types(spec.inputs, example)) for name in spec.variants)
     return wide + odd

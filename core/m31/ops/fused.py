@@ -13,9 +13,10 @@ import numpy as np
 
 from m31.ops.attention import dense_attention, sparse_attention
 from m31.ops.basic import add
-from m31.ops.body import Example, FusedOp, Layers, declare
+from m31.ops.body import FusedOp, Layers, declare
 from m31.ops.cache import index_write, kv_write
 from m31.ops.cases import batch, rng_for
+from m31.ops.examples import Example
 from m31.ops.linear import linear
 from m31.ops.moe import expert_slots, experts, swiglu_oai
 from m31.ops.norm import gemma_rmsnorm, head_rmsnorm
