@@ -87,6 +87,7 @@ def read_too(op: str, at: int) -> Any:
     [
         ("qkv_insert", "rope", 4 * 1 + 1, 4, "layer 1: rope_5, an interior value, is read by round_heads"),
         ("qkv_insert", "linear", 9 * 0 + 2, 4, "layer 0: linear_2, an interior value, is read by round_channels"),
+        ("qkv_insert", "rope", 4 * 1, 4, r"layer 1: 'q' would be round_heads, which is read by \[\]"),
         ("add_norm", "gemma_rmsnorm", 3, 8, None),
         ("experts_shared", "experts", 1, 2, "experts_1, an interior value, is read by round_channels"),
     ],
@@ -94,7 +95,8 @@ def read_too(op: str, at: int) -> Any:
 def test_an_interior_value_that_is_read_elsewhere(
     fusion: str, op: str, at: int, places: int, reason: str | None
 ) -> None:
-    """Even dead code counts: it would be left without what it reads. An output may be read by anything."""
+    """Even dead code counts: it would be left without what it reads. An output may be read by anything, unless it is
+    told from others by its readers."""
     graph = broken(read_too(op, at))
     if reason is None:
         assert fuse(graph, [fusion], yes, text=M31)[1][fusion].fused == places
@@ -154,6 +156,36 @@ def test_branches_that_do_not_share_their_input() -> None:
         GraphError, match=r"missed layer 1: linear_\d+ has gemma_rmsnorm\S* in the place of gemma_rmsnorm"
     ):
         fuse(broken(change), ["qkv_insert"], yes, text=M31)
+
+
+def test_a_query_that_nobody_reads() -> None:
+    def change(g: Any, of: Any) -> None:
+        of("sparse_attention", 1).update_arg(0, of("sparse_attention", 0).args[0])
+
+    with pytest.raises(GraphError, match="3 of 4 places; missed layer 1: "):
+        fuse(broken(change), ["qkv_insert"], yes, text=M31)
+
+
+def test_one_projection_in_two_roles() -> None:
+    """Gate and up are two parts, so they must be two nodes."""
+
+    def change(g: Any, of: Any) -> None:
+        act = of("swiglu_oai", 3)
+        act.update_arg(1, act.args[0])
+
+    with pytest.raises(GraphError, match=r"1 of 2 places; missed layer 3 .*: linear_\d+ already has another role"):
+        fuse(broken(change), ["experts_shared"], yes, text=M31)
+
+
+def test_one_sum_in_two_matches() -> None:
+    """Two norms of one sum: it becomes part of the first, the second finds it taken."""
+
+    def change(g: Any, of: Any) -> None:
+        of("gemma_rmsnorm", 4).update_arg(0, of("gemma_rmsnorm", 3).args[0])
+
+    taken = r"7 of 8 places; missed .*layer 2 \(input_layernorm\): add_\d already has another role"
+    with pytest.raises(GraphError, match=taken):
+        fuse(broken(change), ["add_norm"], yes, text=M31)
 
 
 def test_places_that_cannot_be_told_from_others_are_all_named() -> None:

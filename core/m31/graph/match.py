@@ -189,9 +189,7 @@ class _Search:
         part = form.body.parts[i]
         source = bound.values[part.args[at]]
         users = sorted(source.users, key=self.order.__getitem__)
-        inside = set(bound.parts.values())
-        fits = [u for u in users if u.target is part.spec and u.args[at] is source and u not in inside]
-        return part, fits
+        return part, [user for user in users if user.target is part.spec]
 
     def _bind(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> _Bound | None:
         """The partial match with one part more; None, with the reason noted, if the node is not that part."""
@@ -212,8 +210,6 @@ class _Search:
             return f"{node.name} is where {part.spec.name} was expected"
         if node in bound.parts.values() or node in self.taken:
             return f"{node.name} already has another role"
-        if len(_results(node)) != len(part.results):
-            return f"{node.name} does not have {len(part.results)} outputs that are taken once each"
         return None
 
     def _differs(self, form: _Form, bound: _Bound, part: Part, node: fx.Node) -> str | None:
