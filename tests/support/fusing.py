@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from tests.support import tiny
 
 from m31.config import Text
+from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine
 from m31.graph import Kernel, ModelGraph, OpInstance, Refusal, StepClass, WeightHandle, compose, prepare_parts, unfused
 from m31.ops.body import FusedOp
+from m31.sdk.serving import Serving
 
 STEP = StepClass(kind="mixed", q_len=0, tokens=8, seqs=2, rows=2, pages=16)
 
@@ -47,25 +49,28 @@ class Composed:
 
 
 def engines(
-    description: Text, values: Mapping[str, torch.Tensor | tiny.Quantised], fused: Any, **options: Any
+    description: Text,
+    values: Mapping[str, torch.Tensor | tiny.Quantised],
+    fused: Callable[[ModelGraph], ModelGraph],
+    **options: Any,
 ) -> tuple[Engine, Engine]:
     """The same model unfused and fused: `fused` makes the one graph from the other."""
     plain = tiny.engine(description, values, **options)
     again = tiny.engine(description, values, **options)
-    session = Composed(again.session)
-    graph: ModelGraph = fused(again._graph)
-    handles = {}
-    for call in graph.calls:
-        if call.op.weights is not None:
-            slots = {slot: tiny.held(t.name, values[t.name]) for slot, t in call.op.slots.items()}
-            handles[call.op.weights.name] = session.prepare(call.op, slots)
-    engine = Engine(
-        session=session,  # type: ignore[arg-type]
-        who="composed",
-        graph=graph,
-        handles=handles,
-        cache=again.cache,
-        page_tokens=again.page_tokens,
-        chunk_tokens=again.chunk_tokens,
-    )
-    return plain, engine
+    serving = Serving("reference", Composed(again.compiler.serving.session))  # type: ignore[arg-type]
+    weights = whole(serving, lambda name: tiny.held(name, values[name]))  # type: ignore[arg-type, return-value]
+    compiler = Compiler(serving, fused(again.compiler.graph), weights)
+    other = Engine(compiler=compiler, cache=again.cache, page_tokens=again.page_tokens, chunk_tokens=again.chunk_tokens)
+    return plain, other
+
+
+def graph_of(engine: Engine) -> ModelGraph:
+    """The graph that an engine runs."""
+    return engine.compiler.graph
+
+
+def runs(engine: Engine) -> dict[str, int]:
+    """How often each fused op ran."""
+    session = engine.compiler.serving.session
+    assert isinstance(session, Composed)
+    return session.runs

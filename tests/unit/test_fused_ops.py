@@ -13,6 +13,7 @@ from tests.unit.test_reference_ops import Pages
 
 from m31 import ops
 from m31.errors import GraphError, OpRefused
+from m31.formats.transforms import Loss
 from m31.graph import OpInstance, PartHandles, compose, unfused
 from m31.ops import Arg, Case, StateType, TensorDecl, TensorType, WeightDecl
 from m31.ops.body import FusedOp, declare
@@ -271,18 +272,35 @@ def test_a_body_is_typed_and_keeps_the_attributes() -> None:
     assert heads == [case.attrs[a] for a in ("heads", "kv_heads", "index_heads")] + [1]
 
 
-def test_handles_of_parts_name_their_slots_like_the_instance() -> None:
-    class Handle:
-        def __init__(self, *slots: str) -> None:
-            self.slots, self.layout_id = slots, "plain"
+def loss(size: float) -> Loss:
+    return Loss(max_abs=size, rms=size, max_rel=size, exact=False)
 
-        def dequantise(self) -> dict[str, torch.Tensor]:
-            return {slot: torch.zeros(1) for slot in self.slots}
 
-    several = PartHandles({"routed": Handle("w1.0"), "gate": Handle("weight")})
-    assert set(several.dequantise()) == {"routed.w1.0", "gate.weight"}
+class Handle:
+    """Prepared weights that lost something in one transform."""
+
+    layout_id = "plain"
+
+    def __init__(self, *slots: str, lost: float, kept: tuple[str, ...] = ()) -> None:
+        self.slots, self.losses, self.in_place = slots, {"shared_scale": loss(lost)}, frozenset(kept)
+
+    def dequantise(self) -> dict[str, torch.Tensor]:
+        return {slot: torch.full((1,), float(i)) for i, slot in enumerate(self.slots)}
+
+
+def test_handles_of_parts_speak_for_the_instance() -> None:
+    routed = Handle("w1.0", "w2.0", lost=0.5, kept=("w2.0",))
+    several = PartHandles({"routed": routed, "gate": Handle("weight", lost=0.25)})
+    assert {slot: float(v) for slot, v in several.dequantise().items()} == {
+        "routed.w1.0": 0,
+        "routed.w2.0": 1,
+        "gate.weight": 0,
+    }
     assert several.layout_id == "routed=plain+gate=plain"
-    assert set(PartHandles({"w": Handle("weight")}).dequantise()) == {"weight"}
+    assert several.losses == {"shared_scale": loss(0.5)}
+    assert several.in_place == {"routed.w2.0"}
+    single = PartHandles({"w": Handle("weight", lost=0.0, kept=("weight",))})
+    assert set(single.dequantise()) == single.in_place == {"weight"}
 
 
 def example(op: str) -> Any:

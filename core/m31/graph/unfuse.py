@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from m31.errors import GraphError
+from m31.formats.transforms import Loss, worst
 from m31.graph.plan import Kernel, RunKernel, WeightHandle
 from m31.graph.trace import ModelGraph, OpInstance, infer
 from m31.ops import StateType, TensorType, WeightDecl
 from m31.ops.body import FusedOp
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,22 +64,38 @@ def unfused(op: OpInstance) -> Unfused:
     return Unfused(op, infer(graph), flowing, tuple(node.name for node in outputs))
 
 
-@dataclass(frozen=True, eq=False)
 class PartHandles:
-    """The prepared weights of the parts of a fused op, where its body is run instead. By weight argument."""
+    """The prepared weights of the parts of a fused op, where its body is run instead: a `WeightHandle` of the instance.
 
-    parts: Mapping[str, WeightHandle]
+    Attributes:
+        parts: by weight argument.
+        layout_id: that of every part.
+    """
+
+    def __init__(self, parts: Mapping[str, WeightHandle]) -> None:
+        self.parts = parts
+        self.layout_id = "+".join(f"{arg}={handle.layout_id}" for arg, handle in parts.items())
 
     @property
-    def layout_id(self) -> str:
-        """That of every part."""
-        return "+".join(f"{arg}={handle.layout_id}" for arg, handle in self.parts.items())
+    def losses(self) -> Mapping[str, Loss]:
+        """See `WeightHandle.losses`: of each transform the worst part."""
+        found = [handle.losses for handle in self.parts.values()]
+        names = {name: None for losses in found for name in losses}
+        return {name: worst([losses[name] for losses in found if name in losses]) for name in names}
+
+    @property
+    def in_place(self) -> frozenset[str]:
+        """See `WeightHandle.in_place`."""
+        return frozenset(self._named({arg: dict.fromkeys(handle.in_place) for arg, handle in self.parts.items()}))
 
     def dequantise(self) -> dict[str, torch.Tensor]:
-        """See `WeightHandle.dequantise`; slots are called as in `OpInstance.slots`."""
-        values = {arg: handle.dequantise() for arg, handle in self.parts.items()}
+        """See `WeightHandle.dequantise`."""
+        return self._named({arg: handle.dequantise() for arg, handle in self.parts.items()})
+
+    def _named(self, values: Mapping[str, Mapping[str, V]]) -> dict[str, V]:
+        """By the slots of the fused instance, see `OpInstance.slots`."""
         if len(values) == 1:
-            return next(iter(values.values()))
+            return dict(next(iter(values.values())))
         return {f"{arg}.{slot}": value for arg, slots in values.items() for slot, value in slots.items()}
 
 
