@@ -70,7 +70,7 @@ def find(spec: FusedOp, graph: ModelGraph) -> tuple[list[Match], list[Miss]]:
         if not (isinstance(anchor.target, OpSpec) and anchor.target.name == spec.anchor):
             continue
         place = _place(anchor, graph)
-        search = _Search(graph, order, taken, place)
+        search = _Search(order, taken, place)
         found = next((m for flags, form in forms if (m := search.match(form, flags, anchor)) is not None), None)
         if found is None:
             misses.append(Miss(place, search.near, search.reason))
@@ -93,7 +93,7 @@ def _place(node: fx.Node, graph: ModelGraph) -> str:
 
 
 class _Form:
-    """One form of a body, indexed: who makes a value and who reads it."""
+    """One form of a body, indexed by value."""
 
     def __init__(self, spec: FusedOp, body: Body) -> None:
         self.spec, self.body = spec, body
@@ -129,8 +129,8 @@ _STRUCTURE, _ATTRIBUTE, _OBSTACLE = range(3)
 class _Search:
     """The search around one anchor; remembers the failure that says most, and among such the one that came furthest."""
 
-    def __init__(self, graph: ModelGraph, order: dict[fx.Node, int], taken: set[fx.Node], place: str) -> None:
-        self.graph, self.order, self.taken, self.place = graph, order, taken, place
+    def __init__(self, order: dict[fx.Node, int], taken: set[fx.Node], place: str) -> None:
+        self.order, self.taken, self.place = order, taken, place
         self.near, self.reason = (-1, 0), ""
 
     def match(self, form: _Form, flags: dict[str, bool], anchor: fx.Node) -> Match | None:
@@ -228,18 +228,14 @@ class _Search:
             if values.setdefault(value, got) is not got:
                 return f"{node.name} has {got.name} in the place of {values[value].name}"
         for value, got in zip(part.results, made, strict=True):
-            output = form.names.get(value)
-            if output is not None and output in form.spec.readers:
-                return self._misread(output, form.spec.readers[output], got)
+            output = form.names.get(value, "")
+            allowed = form.spec.readers.get(output)
+            if allowed is None:
+                continue
+            readers = [user.target.name if isinstance(user.target, OpSpec) else user.name for user in got.users]
+            if not readers or not set(readers) <= set(allowed):
+                return f"'{output}' would be {got.name}, which is read by {sorted(readers)}, expected {list(allowed)}"
         return None
-
-    @staticmethod
-    def _misread(output: str, allowed: Sequence[str], node: fx.Node) -> str | None:
-        """Readers tell apart chains that look alike."""
-        readers = [user.target.name if isinstance(user.target, OpSpec) else user.name for user in node.users]
-        if readers and set(readers) <= set(allowed):
-            return None
-        return f"'{output}' would be {node.name}, which is read by {sorted(readers)}, expected {list(allowed)}"
 
     def _obstacle(self, form: _Form, bound: _Bound) -> str | None:
         """What keeps a complete match from being replaced by one node."""
