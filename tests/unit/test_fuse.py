@@ -14,7 +14,7 @@ from tests.unit.test_whole_model import greedy, ids_for, logits
 
 from m31 import config, ops
 from m31.config import Text
-from m31.graph import NO_ROUNDING, ModelGraph, OpInstance, Rounding, fuse, infer, match, trace
+from m31.graph import NO_ROUNDING, ModelGraph, OpInstance, Rounding, Shard, fuse, infer, match, shard, trace
 from m31.ops.body import declare
 from m31.ops.examples import Example
 from m31.ops.fused import FUSED, add_norm, experts_shared, qkv_insert
@@ -157,6 +157,22 @@ def test_the_published_models(name: str, rounding: str, monkeypatch: pytest.Monk
     assert [f.fused for f in report.fusions] == [60 - dense, dense, 120, 57]
     assert {t.name: t.shape for t in after.tensors()} == {t.name: t.shape for t in graph.tensors()}
     assert trials[0] < 10 * len(graph.calls)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_graph_of_one_rank(rank: int, rounding: str) -> None:
+    """Fusing comes after the shard pass: local head counts are bound, collectives stay between the bodies."""
+    text = tiny.text(attention=M3.attention, vocab_size=62)
+    graph = shard(trace(text, ROUNDINGS[rounding]), text, Shard(rank, 2))
+    after, report = fuse(graph, ALL, yes, text=text)
+    assert [f.fused for f in report.fusions] == [2, 2, 8, 2]
+    assert kinds(after)["all_reduce"] == kinds(graph)["all_reduce"] == 8
+    makers = {name: call.op.spec.name for call in after.calls for name in call.writes}
+    assert [makers[c.reads[1]] for c in after.calls if c.op.spec is add_norm] == ["all_reduce"] * 8
+    assert [makers[c.reads[0]] for c in after.calls if c.op.spec.name == "all_reduce"][-1] == "experts_shared"
+    op = next(c.op for c in after.calls if c.op.spec is qkv_insert)
+    assert [op.attrs[name] for name in ("heads", "kv_heads", "index_heads")] == [2, 1, 1]
 
 
 def test_the_given_graph_is_unchanged() -> None:
