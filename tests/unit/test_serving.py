@@ -66,7 +66,7 @@ class Partial(Session):
 
 def compiler(session: Session, *, may: tuple[str, ...], spare: Session | None = None) -> Compiler:
     serving = Serving("partial", session, may_fall_back=may, spare=("reference", spare or reference()))
-    return Compiler(serving, GRAPH, whole(serving, lambda name: tiny.held(name, VALUES[name])))  # type: ignore[arg-type, return-value]
+    return Compiler(serving, GRAPH, SMALL, whole(serving, lambda name: tiny.held(name, VALUES[name])))  # type: ignore[arg-type, return-value]
 
 
 OTHERS = tuple(sorted({c.op.spec.name for c in GRAPH.calls} - {"experts"}))

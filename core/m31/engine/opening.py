@@ -155,7 +155,7 @@ def open_model(
         lambda tensor: stored_as(checkpoint.tensor(tensor)),
         (kv_format, index_format),
     )
-    compiler = Compiler(serving, graph, whole(serving, checkpoint.tensor))
+    compiler = Compiler(serving, graph, text, whole(serving, checkpoint.tensor))
     return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler)
 
 

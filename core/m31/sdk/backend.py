@@ -277,6 +277,11 @@ class Session(ABC):
         """
         return declared
 
+    def fusions(self) -> tuple[str, ...]:
+        """Names of `m31.ops.fused.FUSED` that the core shall look for in the graph, in order; none by default. `kernel`
+        is then asked for each place, and the parts stay where it refuses."""
+        return ()
+
     @abstractmethod
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         """A kernel for an op instance, decided when the graph is bound; per call nothing is dispatched."""
