@@ -32,8 +32,6 @@ def reference(dtype: str = "float64") -> ReferenceSession:
 class Partial(Session):
     """Serves some ops with the reference's kernels under its own name, and refuses the others."""
 
-    notes = ()
-
     def __init__(self, *ops: str, dtype: str = "float64", shares: bool = False, step: str | None = None) -> None:
         self._real, self._ops, self._shares, self._step = reference(dtype), ops, shares, step
         self.device, self.dtypes, self.numerics = self._real.device, self._real.dtypes, self._real.numerics

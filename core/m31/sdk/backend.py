@@ -265,7 +265,11 @@ class Session(ABC):
     device: torch.device
     dtypes: Mapping[str, torch.dtype]  # what the op dtypes `model`, `accum` and `int64` are here
     numerics: ArithmeticSpec  # what is quantised besides stored weights and pages; kernels declare it one by one
-    notes: Sequence[str] = ()  # what a user should know about how this session computes; shown once, duplicates dropped
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about how this session computes; asked for when the weights are prepared."""
+        return ()
 
     def limits(self, model: Model, declared: Limits) -> Limits:
         """What this session serves for `model`.
