@@ -109,7 +109,7 @@ class _Attend(torch.autograd.Function):
         k, v = (_padded(x.transpose(0, 1), block) for x in (k_TKD, v_TKD))
         o = torch.empty_like(q)
         mass = q.new_zeros(heads, tokens, k.shape[1] // block)
-        parts = []
+        parts, kept = [], []
         for low, high, blocks in _tiles(tokens, block):
             for part in _parts(keep, low, high, blocks, heads):
                 own, columns = part
@@ -128,8 +128,9 @@ class _Attend(torch.autograd.Function):
                     mass[own, low:high, :blocks] = by_block
                 else:
                     mass[own, low:high] = mass[own, low:high].index_copy(-1, columns, by_block)
-                parts.append((own, columns, low, high, blocks, p, sent))
-        ctx.save_for_backward(q, k, v)
+                parts.append((own, columns, low, high, blocks))
+                kept += [p] if sent is None else [p, sent]
+        ctx.save_for_backward(q, k, v, *kept)
         ctx.parts, ctx.block, ctx.scale, ctx.tokens = parts, block, scale, tokens
         out = o.permute(2, 0, 1, 3).flatten(1)
         mass = mass.transpose(0, 1)
@@ -138,21 +139,21 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
+        each = len(kept) // len(ctx.parts)
         heads, group, _, dim = q.shape
         do = grads[0].view(ctx.tokens, heads, group, dim).permute(1, 2, 0, 3).contiguous()
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for own, columns, low, high, blocks, p, sent in ctx.parts:
+        for at, (own, columns, low, high, blocks) in enumerate(ctx.parts):
+            # The softmax weights, and what was sent to V: the same unless the arithmetic rounds them.
+            p, used = (kept[at * each + i].flatten(1, 2) for i in (0, each - 1))
             keys, values = (_taken(x[own], columns, blocks, ctx.block) for x in (k, v))
             rows, out = q[own, :, low:high].flatten(1, 2), do[own, :, low:high].flatten(1, 2)
-            p = p.flatten(1, 2)
-            used = p if sent is None else sent.flatten(1, 2)
             _give(dv[own], columns, ctx.block, torch.bmm(used.transpose(1, 2), out))
             ds = torch.bmm(out, values.transpose(1, 2))
             ds.sub_((ds * p).sum(-1, keepdim=True)).mul_(p).mul_(ctx.scale)
             dq[own, :, low:high] = torch.bmm(ds, keys).unflatten(1, (group, -1))
             _give(dk[own], columns, ctx.block, torch.bmm(ds.transpose(1, 2), rows))
-        ctx.parts = []
         whole = (x[:, : ctx.tokens].transpose(0, 1) for x in (dk, dv))
         return dq.permute(2, 0, 1, 3), *whole, None, None, None, None
 
