@@ -27,7 +27,9 @@ def tiny(weights: str = "m31", **changes: Any) -> tuple[dict[str, Any], Any]:
     return target_config(mapping, config.parse(mapping, where="tiny"), weights)  # type: ignore[arg-type]
 
 
-def scheme(arithmetic: str = "w4a4-megamoe", *, kv: str = "nvfp4", index: str = "nvfp4", weights: str = "m31") -> Scheme:
+def scheme(
+    arithmetic: str = "w4a4-megamoe", *, kv: str = "nvfp4", index: str = "nvfp4", weights: str = "m31"
+) -> Scheme:
     """A scheme by names."""
     return Scheme(arithmetic=parse(arithmetic), kv_format=kv, index_format=index, weights=weights)
 

@@ -52,9 +52,9 @@ class _BlockScores(torch.autograd.Function):
         first = torch.arange(0, len(keys), block)
         for low, high, blocks in _tiles(tokens, block):
             width = blocks * block
-            product = (iq_TKD[low:high].flatten(0, 1) @ keys[:width].t()).unflatten(0, (high - low, heads))
+            product = (iq_TKD[low:high].flatten(0, 1) @ keys[:width].t()).view(high - low, heads, width)
             product[..., low + 1 :].masked_fill_(_later(low, high, width)[:, None], -torch.inf)
-            top = product.unflatten(2, (blocks, block)).max(-1)
+            top = product.view(high - low, heads, blocks, block).max(-1)
             scores[low:high, :, :blocks] = top.values
             best[low:high, :, :blocks] = top.indices + first[:blocks]
         ctx.save_for_backward(iq_TKD, keys, best)
@@ -115,15 +115,15 @@ class _Attend(torch.autograd.Function):
                 own, columns = part
                 rows = q[own, :, low:high].flatten(1, 2)
                 keys, values = (_taken(x[own], columns, blocks, block) for x in (k, v))
-                s = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale).unflatten(1, (group, high - low))
+                s = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale).view(len(rows), group, high - low, -1)
                 _mask(s, keep, own, columns, low, high, block)
                 p = s.sub_(s.amax(-1, keepdim=True)).exp_()
                 total = p.sum(-1, keepdim=True)
                 sent = fakequant.probability(p).div_(total) if p8 else None
                 p.div_(total)
                 used = p if sent is None else sent
-                o[own, :, low:high] = torch.bmm(used.flatten(1, 2), values).unflatten(1, (group, -1))
-                by_block = p.unflatten(-1, (-1, block)).sum(-1).mean(1)
+                o[own, :, low:high] = torch.bmm(used.flatten(1, 2), values).view(len(rows), group, high - low, -1)
+                by_block = p.view(*p.shape[:-1], -1, block).sum(-1).mean(1)
                 if columns is None:
                     mass[own, low:high, :blocks] = by_block
                 else:
@@ -152,15 +152,13 @@ class _Attend(torch.autograd.Function):
             _give(dv[own], columns, ctx.block, torch.bmm(used.transpose(1, 2), out))
             ds = torch.bmm(out, values.transpose(1, 2))
             ds.sub_((ds * p).sum(-1, keepdim=True)).mul_(p).mul_(ctx.scale)
-            dq[own, :, low:high] = torch.bmm(ds, keys).unflatten(1, (group, -1))
+            dq[own, :, low:high] = torch.bmm(ds, keys).view(len(rows), group, high - low, -1)
             _give(dk[own], columns, ctx.block, torch.bmm(ds.transpose(1, 2), rows))
         whole = (x[:, : ctx.tokens].transpose(0, 1) for x in (dk, dv))
         return dq.permute(2, 0, 1, 3), *whole, None, None, None, None
 
 
-def _parts(
-    keep: Tensor | None, low: int, high: int, blocks: int, heads: int
-) -> Iterator[tuple[slice, Tensor | None]]:
+def _parts(keep: Tensor | None, low: int, high: int, blocks: int, heads: int) -> Iterator[tuple[slice, Tensor | None]]:
     """(KV heads, block ids that they read; None for all visible ones) of one tile."""
     if keep is None:
         yield slice(0, heads), None
@@ -176,7 +174,11 @@ def _parts(
 def _taken(x_KTD: Tensor, columns: Tensor | None, blocks: int, block: int) -> Tensor:
     if columns is None:
         return x_KTD[:, : blocks * block]
-    return x_KTD.unflatten(1, (-1, block)).index_select(1, columns).flatten(1, 2)
+    return _by_block(x_KTD, block).index_select(1, columns).flatten(1, 2)
+
+
+def _by_block(x_KTD: Tensor, block: int) -> Tensor:
+    return x_KTD.view(len(x_KTD), -1, block, x_KTD.shape[-1])
 
 
 def _give(x_KTD: Tensor, columns: Tensor | None, block: int, value: Tensor) -> None:
@@ -184,12 +186,10 @@ def _give(x_KTD: Tensor, columns: Tensor | None, block: int, value: Tensor) -> N
     if columns is None:
         x_KTD[:, : value.shape[1]] += value
     else:
-        x_KTD.unflatten(1, (-1, block)).index_add_(1, columns, value.unflatten(1, (-1, block)))
+        _by_block(x_KTD, block).index_add_(1, columns, _by_block(value, block))
 
 
-def _mask(
-    s: Tensor, keep: Tensor | None, own: slice, columns: Tensor | None, low: int, high: int, block: int
-) -> None:
+def _mask(s: Tensor, keep: Tensor | None, own: slice, columns: Tensor | None, low: int, high: int, block: int) -> None:
     """-inf into s [k, G, rows, width] where a token lies after the query, or in a block that the query did not keep."""
     if columns is None:
         s[..., low + 1 :].masked_fill_(_later(low, high, s.shape[-1]), -torch.inf)
@@ -220,7 +220,7 @@ def attend(
         scale: of the products.
         rounded_probability: softmax weights meet V as E4M3 (MODEL.md §3.4); their gradient passes straight through.
     Returns:
-        [T, K * G * D]; and, without gradient, the weight that each block got, averaged over the group's heads [T, K, b].
+        [T, K * G * D]; and, without gradient, the weight of each block, averaged over the group's heads: [T, K, b].
     """
     out: tuple[Tensor, Tensor] = _Attend.apply(  # type: ignore[no-untyped-call]
         q_TKGD, k_TKD, v_TKD, keep, block, scale, rounded_probability

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, StrictStr
 
 from m31 import config as model_config
-from m31.checkpoint import target_config
+from m31.checkpoint import expected, target_config
 from m31.config.jsonfile import read_bytes
 from m31.config.model import Model
 from m31.config.schema import Finite, NaturalInt, PositiveFloat, PositiveInt, Strict, validate
@@ -181,7 +181,7 @@ def load(path: str | Path) -> TrainConfig:
     """Read and check a training configuration.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, or says something that is not understood or contradicts itself.
+        ConfigError: the file cannot be read, is no TOML, or says what is not understood or contradicts itself.
     """
     where = str(path)
     data = read_bytes(Path(path), limit=LIMIT)
@@ -215,7 +215,7 @@ def parse(mapping: Mapping[str, Any], *, where: str) -> TrainConfig:
         )
     try:
         scheme = config.scheme()
-        config.target()
+        expected(config.target()[1])
     except M31Error as exc:
         part = f"{where}: {exc.where}" if exc.where else where
         raise ConfigError(exc.what, where=part, expected=exc.expected, fix=exc.fix) from exc

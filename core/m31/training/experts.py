@@ -65,7 +65,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        return grad[0].index_select(0, _inverse(order)).unflatten(0, (-1, ctx.k)).sum(1), None, None
+        return grad[0].index_select(0, _inverse(order)).view(-1, ctx.k, grad[0].shape[1]).sum(1), None, None
 
 
 class _Unsort(torch.autograd.Function):
@@ -86,9 +86,7 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
-def mixture(
-    h_NC: Tensor, ids_NK: Tensor, weights_NK: Tensor, w13: Tensor, w2: Tensor, steps: ExpertSteps
-) -> Tensor:
+def mixture(h_NC: Tensor, ids_NK: Tensor, weights_NK: Tensor, w13: Tensor, w2: Tensor, steps: ExpertSteps) -> Tensor:
     """sum over the chosen experts of weight * expert(h) (MODEL.md §2.5): [N, C].
 
     Args:
@@ -106,4 +104,4 @@ def mixture(
     middle = straight_through(steps.activate(gate, up), steps.middle)
     y = straight_through(_Grouped.apply(middle, w2, ends), steps.leave)  # type: ignore[no-untyped-call]
     out: Tensor = _Unsort.apply(y, order)  # type: ignore[no-untyped-call]
-    return (out.unflatten(0, (-1, k)) * weights_NK[..., None]).sum(1)
+    return (out.view(-1, k, out.shape[1]) * weights_NK[..., None]).sum(1)

@@ -1,7 +1,7 @@
 """The text model with gradients (MODEL.md chapter 2), rounding what the served model rounds.
 
-It mirrors `m31.graph.model`, op by op, for whole sequences that begin at position 0; a test holds the two together, code
-for code. Shape suffixes: B sequences of T tokens, N = B * T, C hidden channels, D channels of a head, V vocabulary.
+It mirrors `m31.graph.model`, op by op, for whole sequences that begin at position 0; a test holds the two together,
+code for code. Shapes: B sequences of T tokens, N = B * T, C hidden channels, D channels of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class TrainedText:
         enter = spec.expert_input if spec.expert_input != "bfloat16" else None  # the graph has rounded it already
         rounds = spec.expert_input is not None or spec.expert_middle is not None
         scale = fakequant.middle_scale(self.text)
-        a = self.text.activation
-        self._activate = lambda gate, up: swiglu(gate, up, a.alpha, a.beta, a.limit)
         self._steps = ExpertSteps(
             enter=fakequant.activation(enter),
             leave=fakequant.bf16 if rounds else None,
@@ -94,11 +92,7 @@ class TrainedText:
             moe = text.mlp[layer] == "moe"
             quantised = self._round.linear or (self._round.experts and moe)
             h_NC = self._bf16(quantised, self._norm(x_NC, f"{at}.post_attention_layernorm"))
-            if moe:
-                mixed_NC = self._moe(layer, h_NC, out, record)
-            else:
-                mixed_NC = self._mlp(self._in(h_NC), f"{at}.mlp")
-            x_NC = x_NC + mixed_NC
+            x_NC = x_NC + (self._moe(layer, h_NC, out, record) if moe else self._mlp(self._in(h_NC), f"{at}.mlp"))
         out.hidden = self._bf16(self._round.linear, self._norm(x_NC, "model.norm"))
         return out
 
@@ -143,8 +137,8 @@ class TrainedText:
 
     def _heads(self, x_NC: Tensor, at: str, heads: int, batch: int, table: tuple[Tensor, Tensor]) -> Tensor:
         """Projection, norm per head, RoPE: [B, T, heads, D]."""
-        x = self._norm(self._linear(x_NC, f"{at}_proj").unflatten(1, (heads, -1)), f"{at}_norm")
-        x = x.unflatten(0, (batch, -1))
+        x = self._linear(x_NC, f"{at}_proj").view(batch, -1, heads, self.parameters.leaves[f"{at}_norm.weight"].numel())
+        x = self._norm(x, f"{at}_norm")
         cos, sin = table
         half = cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -156,10 +150,10 @@ class TrainedText:
         text, at = self.text, f"model.layers.{layer}.self_attn"
         x_NC = self._in(h_NC)
         q = self._bf16(self._round.query, self._heads(x_NC, f"{at}.q", text.num_heads, batch, table))
-        q = straight_through(q, self._query).unflatten(2, (text.num_kv_heads, -1))
+        q = straight_through(q, self._query).view(*q.shape[:2], text.num_kv_heads, -1, text.head_dim)
         k = self._bf16(self._round.kv, self._heads(x_NC, f"{at}.k", text.num_kv_heads, batch, table))
         v_NC = self._bf16(self._round.kv, self._linear(x_NC, f"{at}.v_proj"))
-        v = v_NC.unflatten(0, (batch, -1)).unflatten(2, (text.num_kv_heads, -1))
+        v = v_NC.view(k.shape)
         k_read, v_read = straight_through(k, self._kv), straight_through(v, self._kv)
         if record is not None:
             record.update({f"{layer}.k": k, f"{layer}.v": v, f"{layer}.k.read": k_read, f"{layer}.v.read": v_read})
@@ -211,7 +205,7 @@ class TrainedText:
         table: tuple[Tensor, Tensor],
         record: Recorder | None,
     ) -> list[Tensor]:
-        """Block scores of every sequence. `x_NC` has no gradient: the index branch learns without moving what it reads."""
+        """Block scores of every sequence. `x_NC` has no gradient: this branch learns without moving what it reads."""
         at = f"model.layers.{layer}.self_attn"
         iq = self._bf16(self._round.query, self._heads(x_NC, f"{at}.index_q", sparse.num_index_heads, batch, table))
         iq = straight_through(iq, self._query)
@@ -220,6 +214,10 @@ class TrainedText:
         if record is not None:
             record.update({f"{layer}.index": ik, f"{layer}.index.read": read})
         return [attention.block_scores(iq[row], read[row, :, 0], sparse.block_size) for row in range(batch)]
+
+    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        a = self.text.activation
+        return swiglu(gate, up, a.alpha, a.beta, a.limit)
 
     def _mlp(self, x_NC: Tensor, at: str) -> Tensor:
         """Of an input from `_in`. The activation is quantised from the accumulation dtype (MODEL.md §2.5)."""

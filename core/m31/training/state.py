@@ -5,8 +5,8 @@
     best-STEP.safetensors      masters of the lowest validation loss
     log.jsonl                  one line per step and validation
 
-A tensor file is complete and on the disk before state.json, replaced in one rename, names it; what it no longer names is
-deleted after that.
+A tensor file is complete and on the disk before state.json, replaced in one rename, names it; what it no longer names
+is deleted after that.
 """
 
 from __future__ import annotations

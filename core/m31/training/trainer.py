@@ -143,7 +143,7 @@ class Trainer:
                 return None
             out = self.model(part_tokens)
             cross = self.model.loss(out.hidden, part_targets.flatten())
-            (cross / count + self.config.losses.index_weight * out.kl / tokens.numel()).backward()
+            (cross / count + self.config.losses.index_weight * out.kl / tokens.numel()).backward()  # type: ignore[no-untyped-call]
             loss += float(cross.detach())
             kl += float(out.kl.detach())
             for layer, counted in out.load.items():
@@ -208,7 +208,11 @@ class Trainer:
     def _plan(self) -> None:
         """With a budget in minutes: fix the number of steps once the warmup has shown how long one takes."""
         progress, minutes = self.progress, self.config.budget.minutes
-        if progress.total is None and minutes is not None and progress.step >= max(1, self.config.optimiser.warmup_steps):
+        if (
+            progress.total is None
+            and minutes is not None
+            and progress.step >= max(1, self.config.optimiser.warmup_steps)
+        ):
             left = (60 * minutes - progress.seconds) / (progress.seconds / progress.step)
             progress.total = progress.step + max(1, int(left))
 
@@ -295,7 +299,7 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         stop()
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
 
     for number in before:
         signal.signal(number, handler)
