@@ -16,7 +16,6 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from m31.errors import CorpusError
 from m31.text import demo
-from m31.text._pieces import byte_alphabet
 from m31.text.tokenizer import Tokenizer
 from m31.training.corpus import Corpus
 
@@ -66,7 +65,10 @@ def train(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE) -> list[tuple[s
         ]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=room, min_frequency=2, initial_alphabet=sorted(byte_alphabet()), show_progress=False
+        vocab_size=room,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     parser.train_from_iterator(iter(texts), trainer)
     found = parser.get_vocab_size()

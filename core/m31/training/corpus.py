@@ -89,7 +89,7 @@ class Corpus:
 
 def split_of(path: str) -> Split:
     """The split of a file, from its relative path alone: 94 % train, 3 % validation, 3 % test in expectation."""
-    word = hashlib.blake2b(path.encode("utf-8", "surrogateescape"), key=_KEY, digest_size=8).digest()
+    word = hashlib.blake2b(_bytes_of(path), key=_KEY, digest_size=8).digest()
     place = int.from_bytes(word, "big") / 2.0**64
     return next((split for bound, split in _BOUNDS if place < bound), "test")
 
@@ -117,7 +117,7 @@ def load(root: Path | None = None, *, min_bytes: int = MIN_BYTES, min_split_byte
     documents: list[Document] = []
     skipped: list[str] = []
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(_paths(folder), key=os.fsencode):
+    for path in sorted(_paths(folder), key=_bytes_of):
         data = _read(folder / path)
         try:
             text = data.decode("utf-8")
@@ -126,7 +126,7 @@ def load(root: Path | None = None, *, min_bytes: int = MIN_BYTES, min_split_byte
             continue
         if not text:
             continue
-        for part in (os.fsencode(path), data):
+        for part in (_bytes_of(path), data):
             digest.update(len(part).to_bytes(8, "big"))
             digest.update(part)
         documents.append(Document(path, split_of(path), text, len(data)))
@@ -134,6 +134,11 @@ def load(root: Path | None = None, *, min_bytes: int = MIN_BYTES, min_split_byte
     corpus = Corpus(tuple(documents), digest.hexdigest(), release, tuple(skipped))
     _refuse_small(corpus, folder, min_bytes, min_split_bytes)
     return corpus
+
+
+def _bytes_of(path: str) -> bytes:
+    """A path for sorting and hashing, whatever the locale's encoding of file names is."""
+    return path.encode("utf-8", "surrogateescape")
 
 
 def _paths(folder: Path) -> Iterator[str]:
