@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support import synthetic, trained
+from training_helpers import small_corpus
 
 from m31.checkpoint.encoding import Unit
 from m31.cli.main import main
-from m31.errors import ConfigError, OpRefused, UnknownKey
+from m31.errors import ConfigError, OpRefused, RequestError, UnknownKey
 from m31.formats.arithmetic import NAMED
+from m31.text import demo
+from m31.training import bpe, fakequant, nano
 from m31.training import config as training_config
-from m31.training import fakequant
+from m31.training.cache import open_cache
 from m31.training.data import provided
 from m31.training.parameters import Parameters
 
@@ -39,10 +43,14 @@ def test_a_whole_file_is_read() -> None:
 def test_the_shipped_configuration_is_read() -> None:
     for name in ("nano.toml", "nano-twin.toml"):
         config = training_config.load(ROOT / "core/m31/training" / name)
+        assert set(config.data.options) == set(inspect.signature(nano.provide).parameters)
         _, target = config.target()
         parameters = Parameters(target, dtype=torch.float32, quantise=config.quantised)
         count = sum(value.numel() for _, value in parameters.named())
         assert 10_500_000 < count < 11_500_000
+        ids = bpe.special_ids()
+        assert (target.text.bos_token_id, target.text.eos_token_ids) == (ids[demo.BOS], (ids[demo.EOS],))
+        assert target.text.vocab_size == bpe.VOCAB_SIZE
         assert target.text.sparse is not None
         assert (target.text.sparse.block_size, target.text.sparse.topk_blocks) == (128, 16)
 
@@ -228,3 +236,21 @@ def test_the_bar() -> None:
         "1 h 02 min left"
     )
     assert "step 1 of ?" in bar(Report(1, None, 2.5, None, 800.0, None))
+
+
+def test_the_nano_learns_from_a_corpus(tmp_path: Path) -> None:
+    """Its provider over a few files: batches, held-out windows, and files with which the checkpoint is served."""
+    text = small_corpus(tmp_path / "library")
+    files = bpe.build(text, vocab_size=600)
+    options = {"seed": 1, "tokens": 4096, "recall": 0.1, "validation_length": 64, "validation_windows": 3}
+    data = nano.of_corpus(text, files, open_cache(tmp_path / "cache", text, files), **options)
+    tokens, targets = data.train.batch(5)
+    assert tokens.shape == targets.shape
+    assert tokens.numel() == 4096
+    assert [len(batch[0]) for batch in data.validation] == [1, 1, 1]
+    assert all(batch[0].shape[1] <= 64 for batch in data.validation)
+    assert {"tokenizer.json", "generation_config.json"} <= set(data.files)
+    other = nano.of_corpus(text, files, open_cache(tmp_path / "cache", text, files), **{**options, "seed": 2})
+    assert other.identity != data.identity
+    with pytest.raises(RequestError, match="validation_windows"):
+        nano.of_corpus(text, files, open_cache(tmp_path / "cache", text, files), **{**options, "validation_windows": 0})
