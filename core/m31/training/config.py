@@ -32,11 +32,11 @@ NotNegative = Annotated[Finite, Field(ge=0)]
 
 
 class RunSection(Strict):
-    """Where and how: changes nothing about the numbers, except that a thread count may change the last bits.
+    """Where and how: nothing here changes a loss.
 
     Attributes:
         folder: of state, log and checkpoint; relative to the TOML file.
-        threads: of the processor.
+        threads: pieces of a batch that are computed at a time, each on one core.
         save_minutes: between two states.
         validate_every: steps between two validations.
     """
@@ -124,7 +124,8 @@ class BatchSection(Strict):
     """How a batch is worked off.
 
     Attributes:
-        micro_tokens: whole sequences up to this many tokens go through the model at once; their gradients add up.
+        micro_tokens: a piece is whole sequences up to this many tokens. Batches of fewer pieces than threads leave
+            cores idle.
     """
 
     micro_tokens: PositiveInt

@@ -38,6 +38,7 @@ class Progress:
     Attributes:
         fingerprint: of the configuration and data.
         step: optimiser steps that are done.
+        validated: step of the last validation.
         total: steps in all; None until they are planned.
         seconds: of training so far, over all processes.
         log_bytes: length of log.jsonl at this step: what a dead process wrote later is dropped.
@@ -47,6 +48,7 @@ class Progress:
 
     fingerprint: str
     step: int = 0
+    validated: int = 0
     total: int | None = None
     seconds: float = 0.0
     log_bytes: int = 0

@@ -20,10 +20,11 @@ from torch import Tensor
 from m31.checkpoint.workfolder import locked
 from m31.errors import TrainingDiverged
 from m31.training.config import TrainConfig
-from m31.training.data import Batch, Data
+from m31.training.data import Data
 from m31.training.export import export
 from m31.training.model import TrainedText
 from m31.training.parameters import BIAS, Parameters
+from m31.training.pieces import Pieces
 from m31.training.state import Progress, StateFolder, append
 
 CHECKPOINT = "checkpoint"
@@ -87,17 +88,17 @@ class Trainer:
             TrainingDiverged: the loss or a gradient is not finite; the last state stays.
             DestinationBusy: another process trains in this folder.
         """
-        torch.set_num_threads(self.config.run.threads)
         path = self.files.path
         path.mkdir(parents=True, exist_ok=True)
         with locked(path), _on_signals(self.stop):
             self._restore()
             log = self.files.open_log(self.progress)
             try:
-                self._loop(log)
+                with self._pieces() as pieces:
+                    self._loop(log, pieces)
             finally:
                 os.close(log)
-            done = self.progress.step == self.progress.total
+            done = self._done
             if done and not (path / CHECKPOINT).exists():
                 self.parameters.load(self.files.best(self.progress))
                 export(path / CHECKPOINT, self.raw, self.parameters, extra_files=self.data.files)
@@ -106,12 +107,25 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def _loop(self, log: int) -> None:
+    def _pieces(self) -> Pieces:
+        return Pieces(
+            self.model,
+            threads=self.config.run.threads,
+            micro_tokens=self.config.batch.micro_tokens,
+            index_weight=self.config.losses.index_weight,
+            stopped=self._stopped,
+        )
+
+    def _loop(self, log: int, pieces: Pieces) -> None:
         saved = began = time.monotonic()
         spent, validation = self.progress.seconds, self.progress.best_loss
-        while self.progress.step != self.progress.total and not self._stopped.is_set():
+        while not self._stopped.is_set():
+            if self._due():
+                validation = self._validate(log, pieces)
+            if self._done or self._stopped.is_set():
+                break
             start = time.monotonic()
-            row = self._step()
+            row = self._step(pieces)
             if row is None:
                 break  # stopped within the batch: nothing has changed
             now = time.monotonic()
@@ -119,10 +133,7 @@ class Trainer:
             self._plan()
             row["tokens_per_second"] = round(row.pop("tokens") / (now - start), 1)
             self.progress.log_bytes += append(log, row)
-            last = self.progress.step == self.progress.total
-            if self.progress.step % self.config.run.validate_every == 0 or last:
-                validation = self._validate(log)
-            if now - saved >= 60 * self.config.run.save_minutes or (last and not self._saved):
+            if now - saved >= 60 * self.config.run.save_minutes:
                 self._save()
                 saved = time.monotonic()
             if self.report is not None:
@@ -130,55 +141,48 @@ class Trainer:
         if not self._saved:
             self._save()
 
-    def _step(self) -> dict[str, Any] | None:
+    @property
+    def _done(self) -> bool:
+        return self.progress.step == self.progress.total == self.progress.validated
+
+    def _due(self) -> bool:
+        """Whether this step's validation is missing; it may be, where a run was interrupted during it."""
+        progress = self.progress
+        wanted = progress.step == progress.total or progress.step % self.config.run.validate_every == 0
+        return wanted and progress.step != progress.validated
+
+    def _step(self, pieces: Pieces) -> dict[str, Any] | None:
         """One optimiser step; what to log, or None if it was given up."""
         step = self.progress.step
         tokens, targets = self.data.train.batch(step)
-        count = max(1, int((targets >= 0).sum()))
         self.parameters.refresh()
-        loss = kl = 0.0
-        load: dict[int, Tensor] = {}
-        for part_tokens, part_targets in self._pieces(tokens, targets):
-            if self._stopped.is_set():
-                return None
-            out = self.model(part_tokens)
-            cross = self.model.loss(out.hidden, part_targets.flatten())
-            (cross / count + self.config.losses.index_weight * out.kl / tokens.numel()).backward()  # type: ignore[no-untyped-call]
-            loss += float(cross.detach())
-            kl += float(out.kl.detach())
-            for layer, counted in out.load.items():
-                load[layer] = load[layer] + counted if layer in load else counted
-        norm = self._clip(loss)
+        found = pieces.gradient(tokens, targets)
+        if found is None:
+            return None
+        loss = found.loss / max(1, int((targets >= 0).sum()))
+        norm = self._clip(loss, found.grads)
         rate = self._rate(step)
         for group in self._optimiser.param_groups:
             group["lr"] = rate
         self._optimiser.step()
-        self._balance(load)
+        self._balance(found.load)
         self.progress.step += 1
         self._saved = False
         return {
             "step": self.progress.step,
-            "loss": loss / count,
-            "kl": kl / tokens.numel(),
+            "loss": loss,
+            "kl": found.kl / tokens.numel(),
             "lr": rate,
             "norm": norm,
             "tokens": tokens.numel(),
-            "load": {str(layer): [round(x, 4) for x in (n / n.sum()).tolist()] for layer, n in load.items()},
+            "load": {str(layer): [round(x, 4) for x in (n / n.sum()).tolist()] for layer, n in found.load.items()},
         }
 
-    def _pieces(self, tokens: Tensor, targets: Tensor) -> Iterator[Batch]:
-        rows = max(1, self.config.batch.micro_tokens // tokens.shape[1])
-        for start in range(0, len(tokens), rows):
-            yield tokens[start : start + rows], targets[start : start + rows]
-
-    def _clip(self, loss: float) -> float:
+    def _clip(self, loss: float, grads: dict[str, Tensor]) -> float:
         """Gradients of the leaves become those of the masters, at most `clip_norm` long; their norm before that."""
-        grads = []
-        for name, leaf in self.parameters.leaves.items():
-            self.parameters.masters[name].grad = leaf.grad
-            if leaf.grad is not None:
-                grads.append(leaf.grad)
-        norm = float(torch.stack([g.norm() for g in grads]).norm())
+        for name, master in self.parameters.masters.items():
+            master.grad = grads.get(name)
+        norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
         if not math.isfinite(norm) or not math.isfinite(loss):
             raise TrainingDiverged(
                 f"loss {loss:g}, gradient norm {norm:g}",
@@ -187,7 +191,7 @@ class Trainer:
                 fix="lower learning_rate or clip_norm; the last state is untouched",
             )
         if norm > self.config.optimiser.clip_norm:
-            torch._foreach_mul_(grads, self.config.optimiser.clip_norm / norm)
+            torch._foreach_mul_(list(grads.values()), self.config.optimiser.clip_norm / norm)
         return norm
 
     def _balance(self, load: dict[int, Tensor]) -> None:
@@ -216,16 +220,15 @@ class Trainer:
             left = (60 * minutes - progress.seconds) / (progress.seconds / progress.step)
             progress.total = progress.step + max(1, int(left))
 
-    @torch.no_grad()
-    def _validate(self, log: int) -> float:
-        """Mean loss of the validation batches; the masters are kept if there was none lower."""
+    def _validate(self, log: int, pieces: Pieces) -> float | None:
+        """Mean loss of the validation batches, after which the masters are kept if there was none lower; None if it was
+        stopped: the run then continues with this validation."""
         self.parameters.refresh()
-        total, count = 0.0, 0
-        for tokens, targets in self.data.validation:
-            for part_tokens, part_targets in self._pieces(tokens, targets):
-                total += float(self.model.loss(self.model(part_tokens).hidden, part_targets.flatten()))
-            count += int((targets >= 0).sum())
-        loss, progress = total / max(1, count), self.progress
+        loss, progress = pieces.loss(self.data.validation), self.progress
+        if loss is None:
+            return None
+        progress.validated = progress.step
+        self._saved = False
         best = progress.best_loss is None or loss < progress.best_loss
         progress.log_bytes += append(log, {"step": progress.step, "validation": loss, "best": best})
         if best:
