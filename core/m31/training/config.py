@@ -100,7 +100,8 @@ class LossSection(Strict):
 
     Attributes:
         index_weight: factor of the index branch's divergence.
-        balance_rate: by how much the routing bias of an expert moves per step, towards an equal load.
+        balance_rate: by how much the routing bias of an expert moves per step, towards an equal load; falls with the
+            learning rate after the warmup.
     """
 
     index_weight: PositiveFloat

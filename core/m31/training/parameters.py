@@ -99,7 +99,8 @@ class Parameters:
 
         Matrices have the standard deviation 0.5 / sqrt(inputs); those that write into the residual stream are smaller
         by sqrt(2 * layers), so that its variance does not grow with depth. Norm weights and biases start at zero (a
-        norm multiplies by 1 + w), embedding and head at 0.02.
+        norm multiplies by 1 + w), embedding and head at 0.02, routers at 0.005: almost equal scores, so that the
+        routing bias can spread the load before a few experts have learned more than the others.
         """
         depth = math.sqrt(2 * self.target.text.num_layers)
         for name, master in self.named():
@@ -113,6 +114,8 @@ class Parameters:
                 std /= depth
             if name in ("model.embed_tokens.weight", "lm_head.weight"):
                 std = 0.02
+            if name.endswith(".block_sparse_moe.gate.weight"):
+                std = 0.005
             master.copy_(torch.randn(master.shape, generator=generator) * std)
 
     @torch.no_grad()

@@ -165,7 +165,7 @@ class Trainer:
         for group in self._optimiser.param_groups:
             group["lr"] = rate
         self._optimiser.step()
-        self._balance(found.load)
+        self._balance(found.load, step)
         self.progress.step += 1
         self._saved = False
         return {
@@ -194,11 +194,17 @@ class Trainer:
             torch._foreach_mul_(list(grads.values()), self.config.optimiser.clip_norm / norm)
         return norm
 
-    def _balance(self, load: dict[int, Tensor]) -> None:
-        """Move the routing bias of overloaded experts down and of the others up; no gradient is involved."""
+    def _balance(self, load: dict[int, Tensor], step: int) -> None:
+        """Move the routing bias of overloaded experts down and of the others up; no gradient is involved.
+
+        The steps are whole during the warmup, when routers move fastest, and fall with the learning rate after it.
+        """
+        fall = (
+            1.0 if step < self.config.optimiser.warmup_steps else self._rate(step) / self.config.optimiser.learning_rate
+        )
         for layer, count in load.items():
             bias = self.parameters.masters[f"model.layers.{layer}.block_sparse_moe{BIAS}"]
-            bias += self.config.losses.balance_rate * torch.sign(count.float().mean() - count)
+            bias += fall * self.config.losses.balance_rate * torch.sign(count.float().mean() - count)
 
     def _rate(self, step: int) -> float:
         o = self.config.optimiser
