@@ -1,12 +1,14 @@
 """LLVM code for dot products with stored weights, read where they lie (MODEL.md §3.2).
 
 A row of weights is cut into chunks of 64 columns. A chunk is decoded into eight vectors of eight float32, exactly. In
-NVFP4 two lanes belong to a group of 16, the same in all vectors, so that a scale is applied once to the sum of four
-products. Which column lands where is `columns`; inputs are put into that order before they are used. Everything below works with addresses (int64), and every path through it performs
-the same operations in the same order for a given row and token: alone or in company, fused or decoded first.
+NVFP4 two lanes belong to a group of 16, the same in all vectors, so that a scale is applied once to a sum of four
+products. Which column lands where is `columns`; inputs are put into that order before they are used. Everything below
+works with addresses (int64), and every path through it performs the same operations in the same order for a given row
+and token: alone or in company, fused or decoded first.
 
 Two instruction sets: "avx2" looks codes up with byte shuffles; "portable" uses only what LLVM can lower for any
-processor. With either, values are decoded exactly and sums are float32.
+processor. With either, values are decoded exactly and sums are float32. Between input and sum NVFP4 numbers are
+2^25 times too large, so inputs may not exceed 2^98 or so: beyond that a finite sum may become infinite.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class Products:
     tile[M-1]((a, b, x_0 .. x_{M-1}, chunks, out_a, out_b)): products of two decoded rows with M inputs.
 
     `chunks` are whole chunks, `rest` the columns after them (0, 16, 32 or 48); a tile counts the last one as whole.
-    `out` receives M float32. The first two return nonzero if a block scale is NaN or has a sign, or a BF16 weight is not
-    finite.
+    `out` receives M float32. The first two return nonzero if a block scale is NaN or has a sign, or a BF16 weight is
+    not finite.
     """
 
     fused: tuple[Any, ...]

@@ -83,8 +83,9 @@ class ExpertWeights:
                 value = source.load()  # refuses damaged block scales itself, with their place
                 bad = value.isfinite().logical_not().flatten().nonzero()
                 if len(bad):
+                    first = int(bad[0])
                     raise NonFiniteWeight(
-                        f"{len(bad)} of {value.numel()} values are NaN or infinite, the first at flat index {int(bad[0])}",
+                        f"{len(bad)} of {value.numel()} values are NaN or infinite, the first at flat index {first}",
                         where=f"tensor '{source.name}'",
                         fix="the checkpoint is damaged: fetch it again, or run `m31 inspect --deep` for the whole list",
                     )
