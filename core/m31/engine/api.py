@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +11,24 @@ from typing import TypeVar
 from m31 import sdk
 from m31.checkpoint import Checkpoint
 from m31.config import Model as ModelConfig
+from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
+from m31.engine.opening import open_serving
 from m31.errors import BackendRefused, MemoryBudgetExceeded, RequestError
-from m31.graph import NO_ROUNDING, ModelGraph, OpInstance, Rounding, trace
-from m31.ops import WeightDecl
-from m31.sdk.backend import KVCache, KVSpec, LazyTensor, Session
+from m31.formats.layout import ScaleOrder
+from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, StepClass, trace
+from m31.sdk.backend import KVCache, KVLayout, KVSpec, LazyTensor, Session
 from m31.sdk.manifest import Manifest
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 2048
+STEPS = (  # one of each kind that the engine runs
+    StepClass(kind="decode", q_len=1, tokens=1, seqs=1, rows=1, pages=16),
+    StepClass(kind="mixed", q_len=0, tokens=CHUNK_TOKENS, seqs=1, rows=1, pages=16),
+)
+_SHORT = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "fp4": "nvfp4", "e4m3": "fp8"}
 _KV_SHARE = 0.5  # of the memory that is free; the rest is for activations and for mapped weights
 _POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does not need more
 
@@ -33,6 +41,7 @@ def load(
     dtype: str = "float32",
     kv_dtype: str | None = None,
     index_dtype: str | None = None,
+    v_scale_order: str | None = None,
     arithmetic: str | None = None,
     max_context: int | None = None,
     weight_cache_bytes: int | None = None,
@@ -47,6 +56,8 @@ def load(
         kv_dtype: format of K and V in the pages; None is the backend's default, the first of its list, or `nvfp4` with
             an arithmetic that reads keys and values as E4M3.
         index_dtype: format of the index keys; likewise.
+        v_scale_order: order of the V scales inside NVFP4 pages, `linear` (None) or `token_quad` (MODEL.md §3.4). Both
+            decode to the same values; pages that are exchanged must agree.
         arithmetic: what else is quantised, a name of `m31.formats.arithmetic`; None is the backend's own. On the
             reference that is nothing, and other names imitate what a kernel with that arithmetic computes.
         max_context: most tokens of a sequence; None is what model, backend and memory allow.
@@ -64,12 +75,6 @@ def load(
     manifest = decision.require().manifest
     assert manifest is not None, "a backend without a manifest is never chosen"
     name = manifest.name
-    if manifest.fallback:
-        raise BackendRefused(
-            f"declares fallbacks ({', '.join(manifest.fallback)}), which this version of m31 does not run",
-            where=f"backend {name}",
-            fix="choose another backend with --backend",
-        )
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
     text = config.text
@@ -78,36 +83,34 @@ def load(
     if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
     template = ChatTemplate.find(folder)
-    session = sdk.open_backend(decision).open(
-        device=device, dtype=dtype, rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
+    serving = open_serving(
+        decision, device=device, dtype=dtype, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
     )
+    session = serving.session
     limits = session.limits(config)
-    if kv_dtype is None and session.numerics.kv_read == "e4m3" and "nvfp4" in limits.kv_formats:
+    if kv_dtype is None and session.numerics.kv_read != "exact" and "nvfp4" in limits.kv_formats:
         kv_dtype = (
             "nvfp4"  # what an arithmetic that reads E4M3 is made for; the backend's default may be unreadable to it
         )
     kv_format = _choose("KV", kv_dtype, limits.kv_formats, name)
     index_format = _choose("index key", index_dtype, limits.index_formats, name)
-    spec = KVSpec.of(text, kv_format, index_format)
-    graph = trace(text, _rounding(session, spec))
+    spec = KVSpec.of(text, kv_format, index_format, _order(v_scale_order, kv_format))
+    graph = trace(text, _rounding(session, spec), lambda tensor: stored_as(checkpoint.tensor(tensor)))
+    compiler = Compiler(serving, graph, whole(serving, checkpoint.tensor))
+    assigned = list(compiler.assigned(STEPS))
+    layout = serving.kv_layout(spec, assigned)
     cap = _cap(session, config, manifest, max_context)
-    need = sum(session.weight_bytes(op, slots) for op, _, slots in _slots(graph, checkpoint))
-    cap, cache = _allocate(session, spec, cap, need, name, exact=max_context is not None)
-    handles = {decl.name: session.prepare(op, slots) for op, decl, slots in _slots(graph, checkpoint)}
-    engine = Engine(
-        session=session,
-        who=name,
-        graph=graph,
-        handles=handles,
-        cache=cache,
-        page_tokens=spec.page_tokens,
-        chunk_tokens=CHUNK_TOKENS,
+    cap, cache = _allocate(
+        session, spec, layout, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
     )
+    for step in STEPS:  # a fault of the weights shows now, not in the middle of a text
+        compiler.bind(step)
+    engine = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS)
     return Model(
         config=config,
         decision=decision,
         formats={
-            "weights": _weight_format(graph, checkpoint),
+            "weights": _weight_format(graph),
             "kv": kv_format,
             "index": index_format,
             "compute": dtype,
@@ -117,11 +120,25 @@ def load(
         cap=cap,
         tokenizer=tokenizer,
         template=template,
-        notes=checkpoint.notes,
+        notes=(
+            *checkpoint.notes,
+            *_fallback_note(name, assigned),
+            *dict.fromkeys(note for s in serving.sessions.values() for note in s.notes),
+        ),
     )
 
 
 F = TypeVar("F", bound=str)
+
+
+def _fallback_note(name: str, assigned: list[tuple[OpInstance, Assigned]]) -> Iterator[str]:
+    """What the backend leaves to another one, if it leaves anything."""
+    elsewhere: dict[str, set[str]] = {}
+    for op, found in assigned:
+        if found.fallback is not None:
+            elsewhere.setdefault(found.by, set()).add(op.spec.name)
+    for other, ops in elsewhere.items():
+        yield f"backend {name} leaves these ops to {other}, as its manifest declares: {', '.join(sorted(ops))}"
 
 
 def _choose(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
@@ -131,7 +148,25 @@ def _choose(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
     for known in served:
         if known == name:
             return known
-    raise BackendRefused(f"{what} format '{name}' is not served", where=f"backend {who}", expected=" or ".join(served))
+    meant = _SHORT.get(name) or next(iter(difflib.get_close_matches(name, served, n=1)), None)
+    raise BackendRefused(
+        f"{what} format '{name}' is not served",
+        where=f"backend {who}",
+        expected=" or ".join(served),
+        fix=f"did you mean '{meant}'?" if meant in served else None,
+    )
+
+
+def _order(name: str | None, kv_format: str) -> ScaleOrder:
+    if name is None or name == "linear":
+        return "linear"
+    if name != "token_quad":
+        raise RequestError(f"v_scale_order is {name!r}", expected="'linear' or 'token_quad'")
+    if kv_format != "nvfp4":
+        raise RequestError(
+            f"v_scale_order is '{name}' with {kv_format} pages", expected="nvfp4 pages: others have no V scales"
+        )
+    return "token_quad"
 
 
 def _rounding(session: Session, spec: KVSpec) -> Rounding:
@@ -157,7 +192,7 @@ def _cap(session: Session, config: ModelConfig, manifest: Manifest, max_context:
 
 
 def _allocate(
-    session: Session, spec: KVSpec, cap: Cap, weight_bytes: int, who: str, *, exact: bool
+    session: Session, spec: KVSpec, layout: KVLayout, cap: Cap, weight_bytes: int, who: str, *, exact: bool
 ) -> tuple[Cap, KVCache]:
     """The pages for the cap; nothing is allocated that does not fit.
 
@@ -173,7 +208,6 @@ def _allocate(
             expected=f"at most {free / 1e9:.2f} GB, what is free on this device now",
             fix="free memory, or use a machine or a backend that holds them as they are stored",
         )
-    layout = session.kv_layout(spec)
     budget = int((free - weight_bytes) * _KV_SHARE)
     affordable = budget // layout.page_bytes
     wanted = -(-cap.tokens // spec.page_tokens)
@@ -190,19 +224,15 @@ def _allocate(
     return cap, layout.allocate(pages)
 
 
-def _slots(graph: ModelGraph, checkpoint: Checkpoint) -> Iterator[tuple[OpInstance, WeightDecl, dict[str, LazyTensor]]]:
-    """Every op with weights, and its tensors."""
-    for call in graph.calls:
-        decl = call.op.weights
-        if decl is not None:
-            yield call.op, decl, {slot: checkpoint.tensor(tensor.name) for slot, tensor in decl.slots.items()}
+def stored_as(tensor: LazyTensor) -> str:
+    """`TensorDecl.stored` of a checkpoint's tensor."""
+    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")
 
 
-def _weight_format(graph: ModelGraph, checkpoint: Checkpoint) -> str:
+def _weight_format(graph: ModelGraph) -> str:
     """The storage formats of the text model's weights, most elements first."""
     sizes: dict[str, int] = {}
     for tensor in graph.tensors():
-        source = checkpoint.tensor(tensor.name)
-        stored = source.format if source.format != "plain" else str(source.dtype).removeprefix("torch.")
-        sizes[stored] = sizes.get(stored, 0) + math.prod(tensor.shape)
+        assert tensor.stored is not None
+        sizes[tensor.stored] = sizes.get(tensor.stored, 0) + math.prod(tensor.shape)
     return "+".join(sorted(sizes, key=lambda name: -sizes[name]))
