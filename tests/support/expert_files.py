@@ -1,4 +1,4 @@
-"""Experts in a file of raw stored bytes, and what they decode to by an independent reader (ml_dtypes, numpy float64)."""
+"""Experts in a file of raw stored bytes, and what they decode to by another reader (ml_dtypes, numpy float64)."""
 
 from __future__ import annotations
 

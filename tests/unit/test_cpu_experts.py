@@ -6,28 +6,27 @@ the activation passes errors of gate and up on with its slopes (|d(g sigmoid(alp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.expert_files import ExpertFile, write_experts
 
 from m31 import ops
 from m31.errors import NonFiniteWeight, OpRefused
 from m31.graph import OpInstance, StepClass
 from m31.ops import TensorDecl, TensorType, WeightDecl
-from tests.support.expert_files import ExpertFile, write_experts
 
 pytest.importorskip("numba")
 
-from m31_cpu.experts import experts_kernel  # noqa: E402
-from m31_cpu.isa import choose  # noqa: E402
-from m31_cpu.threads import Pool  # noqa: E402
-from m31_cpu.weights import expert_weights  # noqa: E402
+from m31_cpu.experts import experts_kernel
+from m31_cpu.isa import choose
+from m31_cpu.threads import Pool
+from m31_cpu.weights import expert_weights
 
-from m31.sdk import this_machine  # noqa: E402
+from m31.sdk import this_machine
 
 ATTRS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0, "routed_scaling_factor": 2.0}
 ODD = {"alpha": 1.25, "beta": 0.5, "limit": 3.0, "routed_scaling_factor": 0.75}
@@ -42,7 +41,7 @@ COUNT = 6
 
 def instance(file: ExpertFile, topk: int, attrs: dict[str, Any]) -> OpInstance:
     """The op as a graph would hold it."""
-    inner, width = file.values["w1.0"].shape
+    width = file.values["w1.0"].shape[1]
     slots = {s: TensorDecl(t.name, t.shape, (None, None)) for s, t in file.slots.items()}
     inputs = (
         TensorType(("T", width), "T,C", "model"),
@@ -98,6 +97,8 @@ def expected(
             gate, up = w1 @ h[t], w3 @ h[t]
             act = ops.moe.activation(gate, up, attrs)
             off_gate, off_up = (unit * (np.abs(w) @ np.abs(h[t])) for w in (w1, w3))
+            off_gate[gate > attrs["limit"] + off_gate] = 0  # beyond a clamp errors do not matter
+            off_up[np.abs(up) > attrs["limit"] + off_up] = 0
             g, u = np.minimum(gate, attrs["limit"]), np.clip(up, -attrs["limit"], attrs["limit"])
             off = (np.abs(u) + attrs["beta"]) * 1.1 * off_gate + np.abs(g) * off_up
             off += 8 * ROUNDOFF * (1 + np.abs(attrs["alpha"] * g)) * np.abs(act)  # the exponential
@@ -111,13 +112,14 @@ def check(file: ExpertFile, formats: dict[str, str], given: tuple[Any, Any, Any]
     got = run(file, formats, given, **options)
     assert np.isfinite(got).all()
     assert (np.abs(got - want) <= bound).all(), float((np.abs(got - want) / bound).max())
-    # The bound means something: a tenth of a per cent off is outside it nearly everywhere.
-    assert want.size == 0 or ((np.abs(want) * 1e-3 > bound).mean() > 0.7 or not want.any())
+    # The bound means something: what is off by a hundredth is outside it nearly everywhere.
+    outside = np.abs(want) * 0.01 > bound
+    assert want.size == 0 or outside.mean() > 0.7
 
 
 @pytest.fixture(params=[NVFP4, BF16, MIXED], ids=["nvfp4", "bf16", "mixed"])
-def formats(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    yield request.param
+def formats(request: pytest.FixtureRequest) -> dict[str, str]:
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -199,7 +201,8 @@ def test_a_token_that_is_not_finite_stays_so_and_keeps_it_to_itself(
     clean = run(file, formats, (h, ids, weights))
     h[2, 7] = value
     got = run(file, formats, (h, ids, weights))
-    want, _ = expected(file.values, (h[2:3], ids[2:3], weights[2:3]))
+    with np.errstate(invalid="ignore"):
+        want, _ = expected(file.values, (h[2:3], ids[2:3], weights[2:3]))
     assert np.isnan(want).any()
     np.testing.assert_array_equal(np.isnan(got[2]), np.isnan(want[0]))
     np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(clean, 2, 0))

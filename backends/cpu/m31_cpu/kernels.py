@@ -113,9 +113,7 @@ def compiled(isa: Isa, stored: Stored) -> Compiled:
 
     few_ = njit(nogil=True)(few)
 
-    def rows(
-        weights: Any, r0: int, r1: int, width: int, inputs: Any, first: int, n: int, room: int, out: int
-    ) -> int:
+    def rows(weights: Any, r0: int, r1: int, width: int, inputs: Any, first: int, n: int, room: int, out: int) -> int:
         """Products of rows r0 to r1 with inputs first to first + n, to out[row - r0, input], not yet divided."""
         chunks, rest = width // CHUNK, width % CHUNK
         whole = chunks + (1 if rest else 0)

@@ -86,9 +86,7 @@ class Pool:
         weakref.finalize(self, _dismiss, self._inboxes, self._owner)
 
 
-def _serve(
-    inbox: SimpleQueue[Work | None], results: SimpleQueue[int | BaseException], part: int, parts: int
-) -> None:
+def _serve(inbox: SimpleQueue[Work | None], results: SimpleQueue[int | BaseException], part: int, parts: int) -> None:
     while (work := inbox.get()) is not None:
         results.put(_outcome(work, part, parts))
         del work  # it holds the caller's buffers

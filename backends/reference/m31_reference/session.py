@@ -13,11 +13,11 @@ from m31.formats import nvfp4
 from m31.formats.arithmetic import ArithmeticSpec, parse
 from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, Shard, StepClass
 from m31.sdk.backend import Backend, KVFormat, KVLayout, KVSpec, LazyTensor, Limits, Session
+from m31.sdk.memory import available_host_memory
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import PagedLayout
 from m31_reference.emulation import emulated
 from m31_reference.kernels import KERNELS
-from m31_reference.memory import available_host_memory
 from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite, transformed
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""How much host memory may still be allocated."""
+"""How much host memory may still be allocated: what a session on the host answers to `memory_free`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from m31_reference.memory import available_host_memory
+from m31.sdk.memory import available_host_memory
 
 GB = 10**9
 
