@@ -88,9 +88,7 @@ def test_what_falls_back_is_counted_and_computes_the_same() -> None:
 def test_only_what_is_declared_falls_back() -> None:
     """BUG-113: no silent fallback."""
     made = compiler(Partial("experts"), may=tuple(op for op in OTHERS if op not in ("router", "rope")))
-    with pytest.raises(
-        NoKernel, match=r"no kernel for rope \(no rope at decode\), router \(no router"
-    ):
+    with pytest.raises(NoKernel, match=r"no kernel for rope \(no rope at decode\), router \(no router"):
         list(made.assigned(STEPS))
 
 
@@ -131,9 +129,7 @@ def test_pages_belong_to_whoever_serves_all_of_them_or_are_shared_by_consent() -
     rest = tuple(op for op in (*OTHERS, "experts") if op not in ATTENTION)
     assert "m31-reference" in owner(Partial("experts"), may=OTHERS).layout_id
     assert "m31-reference" in owner(Partial(*ATTENTION, shares=True), may=rest).layout_id
-    with pytest.raises(
-        BackendRefused, match=r"serves some ops on the KV cache and leaves others to reference"
-    ):
+    with pytest.raises(BackendRefused, match=r"serves some ops on the KV cache and leaves others to reference"):
         owner(Partial(*ATTENTION), may=rest)
     stateful = ("kv_write", "index_write", *ATTENTION)
     with pytest.raises(BackendRefused, match="has no pages"):  # it serves all of them, so it is asked

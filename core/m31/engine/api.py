@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from m31 import sdk
-from m31.checkpoint import Checkpoint
 from m31.config import Model as ModelConfig
-from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
-from m31.engine.opening import open_serving
-from m31.errors import BackendRefused, MemoryBudgetExceeded, RequestError
-from m31.formats.layout import ScaleOrder
-from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, StepClass, trace
-from m31.sdk.backend import KVCache, KVLayout, KVSpec, LazyTensor, Session
+from m31.engine.opening import fallback_note, open_model
+from m31.errors import MemoryBudgetExceeded, RequestError
+from m31.graph import ModelGraph, StepClass
+from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
 from m31.sdk.manifest import Manifest
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
@@ -28,7 +21,6 @@ STEPS = (  # one of each kind that the engine runs
     StepClass(kind="decode", q_len=1, tokens=1, seqs=1, rows=1, pages=16),
     StepClass(kind="mixed", q_len=0, tokens=CHUNK_TOKENS, seqs=1, rows=1, pages=16),
 )
-_SHORT = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "fp4": "nvfp4", "e4m3": "fp8"}
 _KV_SHARE = 0.5  # of the memory that is free; the rest is for activations and for mapped weights
 _POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does not need more
 
@@ -71,35 +63,27 @@ def load(
     """
     if max_context is not None and max_context < 1:
         raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
-    decision = sdk.decide(backend)
-    manifest = decision.require().manifest
-    assert manifest is not None, "a backend without a manifest is never chosen"
-    name = manifest.name
-    checkpoint = Checkpoint.open(path)
-    config = checkpoint.config
-    text = config.text
-    folder = Path(path)
+    opened = open_model(
+        Path(path),
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        index_dtype=index_dtype,
+        v_scale_order=v_scale_order,
+        arithmetic=arithmetic,
+        weight_cache_bytes=weight_cache_bytes,
+    )
+    checkpoint, compiler, spec = opened.checkpoint, opened.compiler, opened.spec
+    config, folder, session = checkpoint.config, Path(path), opened.serving.session
+    text, name = config.text, opened.manifest.name
     tokenizer = None
     if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
     template = ChatTemplate.find(folder)
-    serving = open_serving(
-        decision, device=device, dtype=dtype, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
-    )
-    session = serving.session
-    limits = session.limits(config)
-    if kv_dtype is None and session.numerics.kv_read != "exact" and "nvfp4" in limits.kv_formats:
-        kv_dtype = (
-            "nvfp4"  # what an arithmetic that reads E4M3 is made for; the backend's default may be unreadable to it
-        )
-    kv_format = _choose("KV", kv_dtype, limits.kv_formats, name)
-    index_format = _choose("index key", index_dtype, limits.index_formats, name)
-    spec = KVSpec.of(text, kv_format, index_format, _order(v_scale_order, kv_format))
-    graph = trace(text, _rounding(session, spec), lambda tensor: stored_as(checkpoint.tensor(tensor)))
-    compiler = Compiler(serving, graph, whole(serving, checkpoint.tensor))
     assigned = list(compiler.assigned(STEPS))
-    layout = serving.kv_layout(spec, assigned)
-    cap = _cap(session, config, manifest, max_context)
+    layout = opened.serving.kv_layout(spec, assigned)
+    cap = _cap(session, config, opened.manifest, max_context)
     cap, cache = _allocate(
         session, spec, layout, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
     )
@@ -108,11 +92,11 @@ def load(
     engine = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS)
     return Model(
         config=config,
-        decision=decision,
+        decision=opened.decision,
         formats={
-            "weights": _weight_format(graph),
-            "kv": kv_format,
-            "index": index_format,
+            "weights": _weight_format(compiler.graph),
+            "kv": spec.kv_format,
+            "index": spec.index_format,
             "compute": dtype,
             "arithmetic": session.numerics.name,
         },
@@ -122,58 +106,10 @@ def load(
         template=template,
         notes=(
             *checkpoint.notes,
-            *_fallback_note(name, assigned),
-            *dict.fromkeys(note for s in serving.sessions.values() for note in s.notes),
+            *fallback_note(name, assigned),
+            *dict.fromkeys(note for s in opened.serving.sessions.values() for note in s.notes),
         ),
     )
-
-
-F = TypeVar("F", bound=str)
-
-
-def _fallback_note(name: str, assigned: list[tuple[OpInstance, Assigned]]) -> Iterator[str]:
-    """What the backend leaves to another one, if it leaves anything."""
-    elsewhere: dict[str, set[str]] = {}
-    for op, found in assigned:
-        if found.fallback is not None:
-            elsewhere.setdefault(found.by, set()).add(op.spec.name)
-    for other, ops in elsewhere.items():
-        yield f"backend {name} leaves these ops to {other}, as its manifest declares: {', '.join(sorted(ops))}"
-
-
-def _choose(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
-    """The format asked for if it is served; without a wish the first, which is the backend's default."""
-    if name is None:
-        return served[0]
-    for known in served:
-        if known == name:
-            return known
-    meant = _SHORT.get(name) or next(iter(difflib.get_close_matches(name, served, n=1)), None)
-    raise BackendRefused(
-        f"{what} format '{name}' is not served",
-        where=f"backend {who}",
-        expected=" or ".join(served),
-        fix=f"did you mean '{meant}'?" if meant in served else None,
-    )
-
-
-def _order(name: str | None, kv_format: str) -> ScaleOrder:
-    if name is None or name == "linear":
-        return "linear"
-    if name != "token_quad":
-        raise RequestError(f"v_scale_order is {name!r}", expected="'linear' or 'token_quad'")
-    if kv_format != "nvfp4":
-        raise RequestError(
-            f"v_scale_order is '{name}' with {kv_format} pages", expected="nvfp4 pages: others have no V scales"
-        )
-    return "token_quad"
-
-
-def _rounding(session: Session, spec: KVSpec) -> Rounding:
-    """What the graph rounds to BF16 before it is quantised; nothing where activations are BF16 already."""
-    if str(session.dtypes["model"]) == "torch.bfloat16":
-        return NO_ROUNDING
-    return Rounding.of(session.numerics, spec.kv_format, spec.index_format)
 
 
 def _cap(session: Session, config: ModelConfig, manifest: Manifest, max_context: int | None) -> Cap:
@@ -222,11 +158,6 @@ def _allocate(
         cap = Cap(affordable * spec.page_tokens, "the memory budget of this machine")
     pages = min(affordable, max(wanted, -(-_POOL_TOKENS // spec.page_tokens)))
     return cap, layout.allocate(pages)
-
-
-def stored_as(tensor: LazyTensor) -> str:
-    """`TensorDecl.stored` of a checkpoint's tensor."""
-    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")
 
 
 def _weight_format(graph: ModelGraph) -> str:
