@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types  # type: ignore[import-untyped]
-from numba.extending import intrinsic  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
 
 Isa = Literal["avx2", "portable"]
 Stored = Literal["nvfp4", "bfloat16"]
@@ -51,8 +51,8 @@ def columns(stored: Stored) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Column within a chunk of each place in its decoded form, [64]."""
     j, lane = np.divmod(np.arange(CHUNK), LANES)
     if stored == "bfloat16":
-        return 16 * (j // 2) + 2 * lane + j % 2
-    return LANES * lane + j
+        return np.asarray(16 * (j // 2) + 2 * lane + j % 2, np.int64)
+    return np.asarray(LANES * lane + j, np.int64)
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ Emit = Callable[[Any, list[Any]], Any]
 
 
 def _intrinsic(emit: Emit, count: int) -> Any:
-    """A numba intrinsic: a tuple of `count` int64 to an int64."""
+    """A numba intrinsic: a tuple of `count` int64 (`arguments` is its type) to an int64."""
 
     def product(context: Any, arguments: Any) -> Any:
         def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
             return emit(b, [b.extract_value(args[0], i) for i in range(count)])
 
-        return types.int64(types.UniTuple(types.int64, count)), generate
+        return types.int64(arguments), generate
 
     return intrinsic(product)
 
@@ -191,8 +191,8 @@ def _gather(b: Any, pairs: Sequence[tuple[Any, int, int]], groups: Any) -> list[
         pairs: (address, bytes per group of 16 columns, bytes of a chunk) of weights and scales.
         groups: how many there are.
     """
-    places = []
-    for _, _, size in pairs:
+    places: list[Any] = []
+    for _source, _each, size in pairs:
         with b.goto_entry_block():
             room = b.alloca(ir.ArrayType(_I8, size))
         b.store(ir.Constant(room.allocated_type, bytearray(size)), room)

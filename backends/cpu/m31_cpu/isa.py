@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 
-from numba.core import config  # type: ignore[import-untyped]
+from numba.core import config
 
 from m31.errors import ConfigError
 from m31_cpu.codegen import Isa
@@ -27,7 +27,8 @@ def choose(flags: Collection[str], environ: Mapping[str, str] | None = None) -> 
     environ = os.environ if environ is None else environ
     asked = environ.get(VARIABLE)
     missing = sorted(_NEEDS["avx2"] - set(flags))
-    retargeted = bool(config.CPU_NAME or config.CPU_FEATURES)  # numba was told to compile for another processor
+    told = vars(config)
+    retargeted = bool(told.get("CPU_NAME") or told.get("CPU_FEATURES"))  # numba compiles for another processor
     if asked == "portable":
         return "portable", f"{VARIABLE} asks for it"
     if asked not in (None, "avx2"):

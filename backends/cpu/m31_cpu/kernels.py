@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit, types  # type: ignore[import-untyped]
+from numba import njit, types
 
 from m31_cpu.codegen import CHUNK, DECODED_BYTES, MOST_TOKENS, Isa, Stored, products
 

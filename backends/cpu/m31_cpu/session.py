@@ -120,7 +120,7 @@ class CpuBackend(Backend):
             raise BackendRefused(
                 f"arithmetic '{numerics.name}' is not served",
                 where="backend cpu",
-                expected="exact, w4a16 or w16a16",
+                expected="exact",
                 fix="choose the reference to imitate another arithmetic",
             )
         return CpuSession(numerics)

@@ -70,10 +70,14 @@ class Pool:
             outcomes: list[int | BaseException] = [_outcome(work, 0, self.count)]
             outcomes += [self._results.get() for _ in self._inboxes]
         total = 0
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            total |= outcome
+        try:
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                total |= outcome
+        finally:
+            outcomes.clear()  # an error that its own traceback holds would keep the pool until the next collection
+            outcome = 0
         return total
 
     def _start(self) -> None:
