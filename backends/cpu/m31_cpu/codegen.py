@@ -199,7 +199,7 @@ def _gather(b: Any, pairs: Sequence[tuple[Any, int, int]], groups: Any) -> list[
         places.append(b.ptrtoint(room, _I64))
 
     def copy(i: Any, _: list[Any]) -> list[Any]:
-        for (source, size, _), place in zip(pairs, places, strict=True):
+        for (source, size, _whole), place in zip(pairs, places, strict=True):
             kind = {1: _I8, 8: _I64, 32: _VI}[size]
             offset = b.mul(i, _c64(size))
             b.store(_load(b, kind, b.add(source, offset)), _at(b, b.add(place, offset)), align=1)
