@@ -41,9 +41,26 @@ class OpInstance:
     outputs: tuple[ValueType, ...]
 
     @property
+    def decls(self) -> dict[str, WeightDecl]:
+        """Weights by the argument that takes them; a fused op may have several."""
+        given = zip(self.spec.inputs, self.inputs, strict=True)
+        return {arg.name: value for arg, value in given if isinstance(value, WeightDecl)}
+
+    @property
+    def slots(self) -> dict[str, TensorDecl]:
+        """All weight tensors, as `prepare` gets them: `<slot>` of a single weight, `<argument>.<slot>` of several."""
+        decls = self.decls
+        if len(decls) == 1:
+            return dict(next(iter(decls.values())).slots)
+        return {f"{arg}.{slot}": tensor for arg, decl in decls.items() for slot, tensor in decl.slots.items()}
+
+    @property
     def weights(self) -> WeightDecl | None:
-        """The op's weights, if it has any."""
-        return next((v for v in self.inputs if isinstance(v, WeightDecl)), None)
+        """The op's weights as one, if it has any: several are called after the op and the first of them."""
+        decls = list(self.decls.values())
+        if len(decls) < 2:
+            return decls[0] if decls else None
+        return WeightDecl(f"{self.spec.name}:{decls[0].name}", self.slots)
 
 
 @dataclass(frozen=True, eq=False)
