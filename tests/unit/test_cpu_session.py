@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -305,8 +306,26 @@ def test_a_pool_survives_a_part_that_fails_and_ends_with_its_owner() -> None:
     assert len(workers) == 2
     del pool
     for thread in workers:
-        thread.join(timeout=60)
+        thread.join(timeout=20)
         assert not thread.is_alive()
+
+
+def test_an_interrupt_waits_for_the_parts_that_run() -> None:
+    """Ctrl-C in the middle: nobody writes into the caller's buffers afterwards, and the pool works on."""
+    pool, ended, begun = Pool(3), [], threading.Barrier(3)
+
+    def work(part: int, parts: int) -> int:
+        begun.wait(timeout=60)
+        if part == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        ended.append(part)
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(work)
+    assert sorted(ended) == [1, 2]
+    assert pool.run(lambda part, parts: 1 << part) == 0b111
 
 
 def test_several_callers_take_turns() -> None:

@@ -40,70 +40,117 @@ def thread_count(environ: Mapping[str, str] | None = None) -> int:
 
 
 class Pool:
-    """`count` workers, the caller among them.
-
-    One caller at a time; another waits.
-    """
+    """`count` workers, the caller among them. One caller at a time; another waits."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._lock = threading.Lock()
-        self._owner = 0
-        self._inboxes: list[SimpleQueue[Work | None]] = []
-        self._results: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._crews: dict[int, _Crew] = {}  # by process
 
     def run(self, work: Work) -> int:
         """`work(part, parts)` for every part, side by side; the results or-ed.
 
         Raises:
-            whatever a part raised, after all have ended.
+            whatever a part raised, or what interrupted the caller. No part runs any more when this returns or raises.
         """
         if self.count == 1:
             return work(0, 1)
-        if self._owner != os.getpid():  # a lock that a fork copied in the middle of a run would never open
-            self._lock = threading.Lock()
-        with self._lock:
-            if self._owner != os.getpid():
-                self._start()
-            for inbox in self._inboxes:
-                inbox.put(work)
-            outcomes: list[int | BaseException] = [_outcome(work, 0, self.count)]
-            outcomes += [self._results.get() for _ in self._inboxes]
-        total = 0
-        try:
-            for outcome in outcomes:
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                total |= outcome
-        finally:
-            outcomes.clear()  # an error that its own traceback holds would keep the pool until the next collection
-            outcome = 0
+        process = os.getpid()
+        crew = self._crews.get(process) or self._crews.setdefault(process, _Crew())
+        with crew.lock:
+            if not crew.inboxes:
+                crew.start(self.count)
+                weakref.finalize(self, crew.dismiss, process)
+            job = _Job(work, self.count)
+            try:
+                for inbox in crew.inboxes:
+                    inbox.put(job)
+                total = work(0, self.count)
+                job.wait()
+            except BaseException:
+                job.abandon()
+                raise
+        failed = next((outcome for outcome in job.outcomes if isinstance(outcome, BaseException)), None)
+        if failed is not None:
+            job.outcomes.clear()
+            try:
+                raise failed
+            finally:
+                del failed  # its traceback holds this frame: together they would live until a collection
+        for outcome in job.outcomes:
+            assert isinstance(outcome, int)
+            total |= outcome
         return total
 
-    def _start(self) -> None:
-        self._inboxes = [SimpleQueue() for _ in range(self.count - 1)]
-        self._results = SimpleQueue()
-        for part, inbox in enumerate(self._inboxes, 1):
-            arguments = (inbox, self._results, part, self.count)
-            threading.Thread(target=_serve, args=arguments, name=f"m31-cpu-{part}", daemon=True).start()
-        self._owner = os.getpid()
-        weakref.finalize(self, _dismiss, self._inboxes, self._owner)
+
+class _Job:
+    """One piece of work for all workers. Everything but `outcomes` is guarded by the lock."""
+
+    def __init__(self, work: Work, parts: int) -> None:
+        self.work, self.parts = work, parts
+        self.outcomes: list[int | BaseException] = []
+        self._lock = threading.Lock()
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._open, self._running = True, 0
+
+    def take(self, part: int) -> None:
+        """Do a part, unless the job was abandoned."""
+        with self._lock:
+            if not self._open:
+                return
+            self._running += 1
+        try:
+            outcome: int | BaseException = self.work(part, self.parts)
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever asked
+            outcome = error
+        with self._lock:
+            self._running -= 1
+            self.outcomes.append(outcome)
+        del outcome
+        self._news.put(None)
+
+    def wait(self) -> None:
+        """Until all workers have ended their parts."""
+        while len(self.outcomes) < self.parts - 1:
+            self._news.get()
+
+    def abandon(self) -> None:
+        """Let no further part begin, and wait for those that run: they write into the caller's buffers.
+
+        Further interrupts do not shorten that; a part takes milliseconds.
+        """
+        while True:
+            try:
+                with self._lock:
+                    self._open = False
+                while self._running:
+                    self._news.get()
+            except BaseException:  # noqa: BLE001 - the first one is on its way already
+                continue
+            return
 
 
-def _serve(inbox: SimpleQueue[Work | None], results: SimpleQueue[int | BaseException], part: int, parts: int) -> None:
-    while (work := inbox.get()) is not None:
-        results.put(_outcome(work, part, parts))
-        del work  # it holds the caller's buffers
+class _Crew:
+    """The threads of one process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inboxes: list[SimpleQueue[_Job | None]] = []
+
+    def start(self, count: int) -> None:
+        """Make the workers."""
+        inboxes: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(count - 1)]
+        for part, inbox in enumerate(inboxes, 1):
+            threading.Thread(target=_serve, args=(inbox, part), name=f"m31-cpu-{part}", daemon=True).start()
+        self.inboxes = inboxes
+
+    def dismiss(self, process: int) -> None:
+        """Let the workers end, if they are this process's."""
+        if process == os.getpid():
+            for inbox in self.inboxes:
+                inbox.put(None)
 
 
-def _outcome(work: Work, part: int, parts: int) -> int | BaseException:
-    try:
-        return work(part, parts)
-    except BaseException as error:  # noqa: BLE001 - raised again by whoever asked
-        return error
-
-
-def _dismiss(inboxes: list[SimpleQueue[Work | None]], owner: int) -> None:
-    if owner == os.getpid():
-        for inbox in inboxes:
-            inbox.put(None)
+def _serve(inbox: SimpleQueue[_Job | None], part: int) -> None:
+    while (job := inbox.get()) is not None:
+        job.take(part)
+        del job  # it holds the caller's buffers
