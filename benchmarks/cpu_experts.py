@@ -135,13 +135,13 @@ def main() -> None:
     for name, value in (("hidden", 2048), ("inner", 3072), ("experts", 8), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    given: dict[str, Any] = {"device": None, "dtype": "float32", "rank": 0, "world": 1, "arithmetic": None}
+    given: dict[str, Any] = {"device": None, "dtype": "float32", "rank": 0, "world": 1}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "experts.bin")
         slots, spans = expert_file(path, args.stored, args.experts, args.hidden, args.inner)
         op = instance(slots, args.stored, args.hidden)
-        cpu = CpuBackend(None).open(**given, weight_cache_bytes=None)  # type: ignore[arg-type]
-        reference = ReferenceBackend(None).open(**given, weight_cache_bytes=0)  # type: ignore[arg-type]
+        cpu = CpuBackend(None).open(**given)  # type: ignore[arg-type]
+        reference = ReferenceBackend(None).open(**given, options={"weight_cache_bytes": 0})  # type: ignore[arg-type]
         began = time.perf_counter()
         runs: dict[str, Callable[[list[int]], Any]] = {"cpu": contender(cpu, op, slots, args.hidden)}
         print(f"compiled and prepared in {time.perf_counter() - began:.1f} s")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from m31 import ops
+from m31.formats.arithmetic import NAMED
 from m31.graph import Kernel, OpInstance, StepClass
 from m31.ops import OpSpec
 from m31.sdk.backend import KVCache, KVSpec, Session
@@ -25,8 +26,8 @@ OPEN: dict[str, Any] = {
     "dtype": "float32",
     "rank": 0,
     "world": 1,
-    "arithmetic": None,
-    "weight_cache_bytes": None,
+    "arithmetic": NAMED["exact"],
+    "options": {},
 }
 
 if str(EXAMPLE) not in sys.path:

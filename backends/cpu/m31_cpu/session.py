@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from m31.errors import BackendRefused
-from m31.formats.arithmetic import ArithmeticSpec, parse
+from m31.formats.arithmetic import NAMED, ArithmeticSpec
 from m31.graph import Kernel, OpInstance, Refusal, Shard, StepClass
 from m31.sdk import this_machine
-from m31.sdk.backend import Backend, IndexFormat, KVFormat, KVLayout, KVSpec, LazyTensor, Limits, Session
-from m31.sdk.memory import available_host_memory
+from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Session
+from m31.sdk.memory import host_memory_free
 from m31_cpu.experts import experts_kernel, stored_formats
 from m31_cpu.isa import choose
 from m31_cpu.threads import Pool, thread_count
 from m31_cpu.weights import ExpertWeights, copied_bytes, expert_weights, stored_as
-
-if TYPE_CHECKING:
-    from m31.config import Model
-
-_KV: tuple[KVFormat, ...] = ("float32", "bfloat16", "fp8", "nvfp4")  # of the reference's pages, which hold the cache
-_INDEX: tuple[IndexFormat, ...] = (*_KV, "int8")
 
 
 class CpuSession(Session):
@@ -33,17 +26,6 @@ class CpuSession(Session):
         self.dtypes = {"model": torch.float32, "accum": torch.float32, "int64": torch.int64}
         self.isa, self.isa_reason = choose(this_machine().cpu.flags)
         self.pool = Pool(thread_count())
-
-    def limits(self, model: Model) -> Limits:
-        """The model's own limits; text only. Page formats are what the reference serves, exact ones first."""
-        return Limits(
-            max_context=model.text.max_position,
-            kv_formats=_KV,
-            index_formats=_INDEX,
-            draft_tokens=0,
-            image=False,
-            video=False,
-        )
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         """The experts whose weights can be read in place."""
@@ -82,7 +64,7 @@ class CpuSession(Session):
 
     def memory_free(self) -> int:
         """What the host has free within its control group."""
-        return available_host_memory()
+        return host_memory_free()
 
     def weight_bytes(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> int:
         """Copies of what lies misaligned in its file; usually none."""
@@ -99,28 +81,10 @@ class CpuBackend(Backend):
         dtype: str,
         rank: int,
         world: int,
-        arithmetic: str | None = None,
-        weight_cache_bytes: int | None = None,
+        arithmetic: ArithmeticSpec = NAMED["exact"],
+        options: Mapping[str, int] | None = None,
     ) -> CpuSession:
-        """See `Backend.open`. Exact arithmetic only; there is no cache of decoded weights, because none are decoded."""
+        """See `Backend.open`. Takes no options: experts are read in place, so there is nothing to keep decoded."""
         if device not in (None, "cpu"):
             raise BackendRefused(f"device '{device}' is not served", where="backend cpu", expected="cpu")
-        if dtype != "float32":
-            raise BackendRefused(f"compute dtype '{dtype}' is not served", where="backend cpu", expected="float32")
-        if world != 1:
-            raise BackendRefused(f"a world of {world} ranks is not served", where="backend cpu", expected="1")
-        if weight_cache_bytes is not None:
-            raise BackendRefused(
-                f"a weight cache of {weight_cache_bytes} bytes",
-                where="backend cpu",
-                expected="none: experts are read in place and never decoded into memory",
-            )
-        numerics = parse(arithmetic or "exact")
-        if not numerics.exact:
-            raise BackendRefused(
-                f"arithmetic '{numerics.name}' is not served",
-                where="backend cpu",
-                expected="exact",
-                fix="choose the reference to imitate another arithmetic",
-            )
-        return CpuSession(numerics)
+        return CpuSession(arithmetic)

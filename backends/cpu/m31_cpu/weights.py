@@ -35,7 +35,7 @@ class _Matrix:
         return (self.codes.data_ptr(), per_row, *scale)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ExpertWeights:
     """The experts of one layer, as the checkpoint stores them.
 

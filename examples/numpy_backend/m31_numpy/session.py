@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,17 +10,17 @@ import numpy as np
 import torch
 
 from m31.errors import BackendRefused
-from m31.formats.arithmetic import parse
+from m31.formats.arithmetic import ArithmeticSpec
 from m31.graph import Arithmetic, BoundGraph, Kernel, OpInstance, Plan, Refusal, Shard, StepClass, WeightHandle
 from m31.ops import Attrs
-from m31.sdk import Backend, KVLayout, KVSpec, LazyTensor, Limits, Session
+from m31.sdk import Backend, KVLayout, KVSpec, LazyTensor, Session, host_memory_free
 from m31_numpy import weights
 from m31_numpy.kernels import KERNELS, Run
 from m31_numpy.pages import PageLayout, Pages
 from m31_numpy.plan import NumpyPlan
 
 if TYPE_CHECKING:
-    from m31.config import Model
+    pass
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,10 @@ def _array(x: Any) -> Any:
 class NumpySession(Session):
     """float32 on the processor; nothing is quantised but what is stored so."""
 
-    def __init__(self) -> None:
+    def __init__(self, numerics: ArithmeticSpec) -> None:
         self.device = torch.device("cpu")
         self.dtypes = {"model": torch.float32, "accum": torch.float32, "int64": torch.int64}
-        self.numerics = parse("exact")
-
-    def limits(self, model: Model) -> Limits:
-        """The model's own context; text only."""
-        return Limits(
-            max_context=model.text.max_position,
-            kv_formats=("float32", "bfloat16"),
-            index_formats=("float32", "bfloat16"),
-            draft_tokens=0,
-            image=False,
-            video=False,
-        )
+        self.numerics = numerics
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         """The same kernel for every step class."""
@@ -90,12 +78,8 @@ class NumpySession(Session):
         return PageLayout(spec)
 
     def memory_free(self) -> int:
-        """What the system can give without swapping."""
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        except OSError:  # not Linux
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        """See `m31.sdk.host_memory_free`."""
+        return host_memory_free()
 
     def compile(self, graph: BoundGraph, step: StepClass) -> Plan:
         """A plan over numpy arrays, in place of the default one over torch tensors."""
@@ -112,16 +96,14 @@ class NumpyBackend(Backend):
         dtype: str,
         rank: int,
         world: int,
-        arithmetic: str | None,
-        weight_cache_bytes: int | None,
+        arithmetic: ArithmeticSpec,
+        options: Mapping[str, int],
     ) -> NumpySession:
-        """See `Backend.open`. Everything that could be asked for and is not served is refused, never ignored."""
+        """See `Backend.open`. The core has refused what the manifest rules out."""
         for what, asked, served in (
             ("device", device, (None, "cpu")),
             ("compute dtype", dtype, ("float32",)),
             ("number of ranks", world, (1,)),
-            ("arithmetic", None if arithmetic is None else parse(arithmetic).name, (None, "exact")),
-            ("weight cache", weight_cache_bytes, (None,)),
         ):
             if asked not in served:
                 raise BackendRefused(
@@ -130,4 +112,4 @@ class NumpyBackend(Backend):
                     expected=" or ".join("none" if value is None else str(value) for value in served),
                     fix="ask for that, or choose another backend with --backend",
                 )
-        return NumpySession()
+        return NumpySession(arithmetic)
