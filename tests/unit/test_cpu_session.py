@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import quantised
+from tests.support.child import ROOT, child
 from tests.support.expert_files import ExpertFile, write_experts
 from tests.unit.test_whole_model import logits
 
@@ -25,11 +19,10 @@ from m31.engine.api import STEPS
 from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine
 from m31.engine.opening import stored_as
-from m31.errors import BackendRefused, ConfigError, NonFiniteWeight
+from m31.errors import BackendRefused, NonFiniteWeight
 from m31.formats.arithmetic import NAMED
 from m31.graph import COLLECTIVES, OpInstance, Refusal, Shard, StepClass, trace
 from m31.ops import TensorDecl, TensorType, WeightDecl
-from m31.sdk import this_machine
 from m31.sdk.backend import KVSpec
 from m31.sdk.manifest import read_manifest
 from m31.sdk.serving import Serving
@@ -38,10 +31,7 @@ from m31_reference import ReferenceBackend
 pytest.importorskip("numba")
 
 import m31_cpu
-from m31_cpu.isa import choose
-from m31_cpu.threads import Pool, thread_count
 
-ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = read_manifest(Path(m31_cpu.__file__).parent / "backend.toml")
 WHOLE = Shard(0, 1)
 STEP = StepClass(kind="decode", q_len=1, tokens=1, seqs=1, rows=1, pages=1)
@@ -173,20 +163,6 @@ def test_a_global_scale_that_nothing_can_be_divided_by(tmp_path: Path) -> None:
         session().prepare(instance(file, dict(NVFP4)), file.slots, WHOLE)
 
 
-def child(script: str, *arguments: str, **environ: str) -> str:
-    """What a script prints that runs in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1", **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_preparing_a_large_file_takes_no_memory(tmp_path: Path) -> None:
     """Resident memory, mapped pages included: 200 MB of experts, of which only global scales are touched."""
     script = """
@@ -227,150 +203,6 @@ def test_preparing_a_large_file_takes_no_memory(tmp_path: Path) -> None:
     assert size > 200e6
     assert slots == 60
     assert grown < 5e6
-
-
-# --- processors, threads, processes ---
-
-_RUN = """
-    import sys, json
-    import torch
-    from tests.unit.test_cpu_experts import inputs, run
-    from m31_cpu.isa import choose
-    from m31.sdk import this_machine
-    from pathlib import Path
-    from tests.support.expert_files import write_experts
-    formats = dict.fromkeys(("w1", "w3", "w2"), sys.argv[2])
-    file = write_experts(Path(sys.argv[1]), formats, 6, 80, 144)
-    isa, why = choose(this_machine().cpu.flags)
-    print(json.dumps([isa, why, [run(file, formats, inputs(t, 80), isa=isa).tolist() for t in (1, 7)]]))
-"""
-
-
-@pytest.mark.parametrize("stored", ["nvfp4", "bfloat16"])
-def test_any_processor_computes_the_same_within_the_bound(tmp_path: Path, stored: str) -> None:
-    """A child that must not use more than the oldest 64-bit processor of this kind has."""
-    from tests.unit.test_cpu_experts import expected, inputs
-
-    name = {"x86_64": "x86-64", "aarch64": "generic"}[os.uname().machine]
-    isa, why, got = json.loads(
-        child(_RUN, str(tmp_path / "w"), stored, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES="", M31_CPU_ISA="portable")
-    )
-    assert (isa, why) == ("portable", "M31_CPU_ISA asks for it")
-    formats = dict.fromkeys(("w1", "w3", "w2"), stored)
-    values = write_experts(tmp_path / "w", formats, 6, 80, 144).values
-    for tokens, found in zip((1, 7), got, strict=True):
-        want, bound = expected(values, inputs(tokens, 80))
-        assert (np.abs(np.array(found) - want) <= bound).all()
-
-
-def test_the_instruction_set_follows_the_processor_and_the_variable() -> None:
-    full = ("avx2", "f16c", "fma", "avx512f")
-    assert choose(full, {})[0] == "avx2"
-    assert choose(("avx2", "fma"), {}) == ("portable", "this processor lacks f16c")
-    assert choose((), {})[0] == "portable"
-    assert choose(full, {"M31_CPU_ISA": "portable"})[0] == "portable"
-    with pytest.raises(ConfigError, match="'avx2', and this processor lacks avx2, f16c, fma"):
-        choose(("neon",), {"M31_CPU_ISA": "avx2"})
-    with pytest.raises(ConfigError, match="expected avx2 or portable"):
-        choose(full, {"M31_CPU_ISA": "AVX2"})
-
-
-def test_threads_are_counted_by_the_variable_or_the_machine() -> None:
-    assert thread_count({}) == this_machine().cpu.cores
-    assert thread_count({"M31_NUM_THREADS": "7"}) == 7
-    for text in ("0", "-1", "two", "", "1.5", "1025", "²"):
-        with pytest.raises(ConfigError, match="M31_NUM_THREADS"):
-            thread_count({"M31_NUM_THREADS": text})
-
-
-def test_a_pool_survives_a_part_that_fails_and_ends_with_its_owner() -> None:
-    pool, others = Pool(3), set(threading.enumerate())
-
-    def work(part: int, parts: int) -> int:
-        if part == fails:
-            raise ZeroDivisionError(str(part))
-        return 1 << part
-
-    for fails in (0, 1, 2):
-        with pytest.raises(ZeroDivisionError, match=str(fails)):
-            pool.run(work)
-    fails = -1
-    assert pool.run(work) == 0b111
-    workers = set(threading.enumerate()) - others
-    assert len(workers) == 2
-    del pool
-    for thread in workers:
-        thread.join(timeout=20)
-        assert not thread.is_alive()
-
-
-def test_an_interrupt_waits_for_the_parts_that_run() -> None:
-    """Ctrl-C in the middle: nobody writes into the caller's buffers afterwards, and the pool works on."""
-    pool, ended, begun = Pool(3), [], threading.Barrier(3)
-
-    def work(part: int, parts: int) -> int:
-        begun.wait(timeout=60)
-        if part == 0:
-            raise KeyboardInterrupt
-        time.sleep(0.2)
-        ended.append(part)
-        return 0
-
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(work)
-    assert sorted(ended) == [1, 2]
-    assert pool.run(lambda part, parts: 1 << part) == 0b111
-
-
-def test_several_callers_take_turns() -> None:
-    pool, results = Pool(2), []
-
-    def caller(number: int) -> None:
-        for _ in range(200):
-            results.append(pool.run(lambda part, parts: number << (8 * part)) == number | number << 8)
-
-    callers = [threading.Thread(target=caller, args=(n,)) for n in (1, 2, 3)]
-    for thread in callers:
-        thread.start()
-    for thread in callers:
-        thread.join()
-    assert results == [True] * 600
-
-
-def test_a_forked_child_has_threads_of_its_own(tmp_path: Path) -> None:
-    script = """
-        import os, sys
-        from pathlib import Path
-        import numpy as np
-        from tests.support.expert_files import write_experts
-        from tests.unit.test_cpu_experts import NVFP4, ATTRS, instance, inputs
-        from tests.unit.test_cpu_session import session, WHOLE, STEP
-        import torch
-        from m31_cpu.experts import experts_kernel
-        from m31_cpu.threads import Pool
-        from m31_cpu.weights import expert_weights
-        file = write_experts(Path(sys.argv[1]), NVFP4, 6, 80, 144)
-        pool = Pool(3)
-        kernel = experts_kernel(instance(file, 2, ATTRS), STEP, ("nvfp4", "nvfp4"), "portable", "test", pool)
-        handle = expert_weights(file.slots, ("nvfp4", "nvfp4"))
-        given = [torch.as_tensor(x) for x in inputs(1, 80)]
-        def run():
-            out = torch.empty(1, 80)
-            kernel.run([out], given, handle, torch.empty(kernel.workspace_bytes, dtype=torch.uint8))
-            return out.numpy().tobytes()
-        before = run()
-        reading, writing = os.pipe()
-        if os.fork() == 0:
-            try:
-                os.write(writing, run())
-            finally:
-                os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as answer:
-            print(answer.read() == before == run())
-        os.wait()
-    """
-    assert child(script, str(tmp_path / "w")).strip() == "True"
 
 
 # --- a whole model ---
