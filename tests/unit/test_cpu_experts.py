@@ -271,6 +271,26 @@ def test_damaged_weights_are_refused_where_they_are_needed(
     assert f"{matrix}.3" in str(caught.value)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize(("formats", "role"), [(NVFP4, "scale"), (BF16, "weight")], ids=["nvfp4", "bf16"])
+def test_damage_is_found_in_every_column(
+    tmp_path: Path, formats: dict[str, str], role: str, tokens: int, isa: str
+) -> None:
+    file = write_experts(tmp_path / "w", formats, COUNT, 80, 144)
+    h, _, weights = inputs(tokens, 80)
+    given = h, np.full((tokens, 2), 3), weights
+    stored = file.slots["w2.3"].parts()[role].load()  # a private map: what is written here reaches the kernel, no file
+    stored = stored.view(torch.uint8) if role == "scale" else stored
+    for column in range(stored.shape[1]):
+        kept = stored[2, column].item()
+        stored[2, column] = 0x7F if role == "scale" else -torch.inf
+        with pytest.raises(NonFiniteWeight, match=f"at flat index {2 * stored.shape[1] + column}"):
+            run(file, formats, given, isa=isa)
+        stored[2, column] = kept
+    assert np.isfinite(run(file, formats, given, isa=isa)).all()
+
+
 @pytest.mark.parametrize("wrong", [-1, COUNT])
 def test_an_expert_that_does_not_exist_is_refused(tmp_path: Path, wrong: int) -> None:
     file = write_experts(tmp_path / "w", NVFP4, COUNT, 48, 80)
