@@ -223,7 +223,7 @@ def test_a_model_on_it_is_the_references(tmp_path: Path, target: str) -> None:
     reference = ReferenceBackend(MANIFEST).open(device=None, dtype="float32", rank=0, world=1)
 
     def engine(serving: Serving) -> Engine:
-        made = Compiler(serving, graph, whole(serving, checkpoint.tensor))
+        made = Compiler(serving, graph, text, whole(serving, checkpoint.tensor))
         spec = KVSpec.of(text, "float32", "float32")
         layout = serving.kv_layout(spec, made.assigned(STEPS))
         return Engine(compiler=made, cache=layout.allocate(32), page_tokens=spec.page_tokens, chunk_tokens=2048)
