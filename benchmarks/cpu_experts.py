@@ -162,7 +162,8 @@ def main() -> None:
     size = TOPK * 8 * (spans[0].stop - spans[0].start)
     print(f"{args.stored}, hidden {args.hidden}, inner {args.inner}, top {TOPK}: {size / 1e6:.1f} MB per token")
     print(f"largest difference between the two: {off:.2e}\n")
-    print("|           | ms per token           | GB/s | reference : this | read : this |")
+    print("| | ms per token | GB/s | time of the reference : this | of the read : this |")
+    print("|---|---|---|---|---|")
     for name, times in took.items():
         ratios = [[b / a for a, b in zip(times, took[other], strict=True)] for other in ("reference", "read")]
         cells = [_spread([1e3 * t for t in times], 2), f"{size / statistics.median(times) / 1e9:.2f}"]
