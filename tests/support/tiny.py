@@ -195,6 +195,7 @@ def engine(
     order: ScaleOrder = "linear",
     arithmetic: str = "exact",
     weight_cache_bytes: int | None = None,
+    prefix_cache: bool = False,
 ) -> Engine:
     """An engine over the reference backend, its pages poisoned. Pages are in the compute dtype unless told."""
     session = ReferenceBackend(None).open(  # type: ignore[arg-type]
@@ -217,6 +218,7 @@ def engine(
         cache=cache,
         page_tokens=spec.page_tokens,
         chunk_tokens=chunk,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -102,6 +102,7 @@ def load(
         cache=cache,
         page_tokens=spec.page_tokens,
         chunk_tokens=CHUNK_TOKENS,
+        prefix_cache=False,
     )
     return Model(
         config=config,

@@ -1,0 +1,582 @@
+"""Page life, rule by rule: what is found, what is copied, what is rewound, what is evicted, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.fake_pages import POISON, FakeCache
+
+from m31.engine.pages import PageTable
+from m31.engine.pool import PagePool
+from m31.engine.seals import PLAIN, Context, Media, make_seal, sha256
+from m31.errors import PageError, PagesExhausted
+from m31.sdk.backend import KVSpec
+from m31_reference.cache import PagedLayout
+
+PAGE = 4
+TEXT = [7, 65, 321, 200_063, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def make(pages: int = 8, *, prefix_cache: bool = True, layout_id: str = "fake:v1", **options: Any) -> PagePool:
+    cache = FakeCache(pages, PAGE, layout_id)
+    return PagePool(cache, page_tokens=PAGE, prefix_cache=prefix_cache, poison=True, **options)
+
+
+def start(
+    pool: PagePool, text: list[int], *, room: int = 0, context: Context = PLAIN, share: bool = True, run: bool = True
+) -> PageTable:
+    """A table for a text; with `run`, all of it computed."""
+    table = PageTable.open(pool, context, text, capacity=len(text) + room, share=share)
+    return add(pool, table, text[table.length :]) if run else table
+
+
+def add(pool: PagePool, table: PageTable, tokens: list[int]) -> PageTable:
+    """Compute tokens: the value of a slot is its token."""
+    pool._cache.write(table.place(len(tokens)), tokens)  # type: ignore[attr-defined]
+    table.append(tokens)
+    return table
+
+
+def contents(pool: PagePool, table: PageTable) -> list[int]:
+    return pool._cache.at(table.slots(0, table.length))  # type: ignore[attr-defined,no-any-return]
+
+
+# --- pages are promised, taken lowest first, and come back -----------------------------------------------------------
+
+
+def test_a_table_is_promised_all_that_it_may_need_and_takes_it_when_it_needs_it() -> None:
+    pool = make(6)
+    table = start(pool, TEXT[:3], room=10)
+    assert (pool.free, table.pages) == (2, [0])
+    add(pool, table, TEXT[3:9])
+    assert (pool.free, table.pages) == (2, [0, 1, 2])
+    assert contents(pool, table) == TEXT[:9]
+    table.release()
+    assert (pool.free, table.pages, table.length) == (6, [], 9)
+
+
+def test_fewer_pages_than_asked_for_are_never_given() -> None:
+    pool = make(4)
+    first = start(pool, TEXT[:5])
+    with pytest.raises(
+        PagesExhausted, match=r"page pool: 3 pages asked for, 2 free; expected at most what is free of its 4; wait"
+    ):
+        start(pool, TEXT[1:4], room=6)
+    with pytest.raises(PagesExhausted, match="3 pages asked for, 2 free"):
+        first.fork(capacity=13)
+    assert pool.free == 2
+    assert start(pool, TEXT[1:4], room=5).capacity == 8
+    assert pool.free == 0
+
+
+def test_pages_are_taken_lowest_first_whatever_the_order_of_return() -> None:
+    pool = make(6, prefix_cache=False)
+    tables = [start(pool, TEXT[:2]) for _ in range(6)]
+    for at in (4, 1, 2, 5):
+        tables[at].release()
+    assert start(pool, TEXT[:13]).pages == [1, 2, 4, 5]
+
+
+def test_a_table_is_released_once() -> None:
+    pool = make()
+    table = start(pool, TEXT[:5], room=3)
+    table.release()
+    uses: list[Callable[[], object]] = [
+        table.release,
+        table.withdraw,
+        lambda: table.place(1),
+        lambda: table.append([1]),
+        lambda: table.draft([1]),
+        lambda: table.rewind(0),
+        lambda: table.commit(0),
+        lambda: table.fork(capacity=8),
+    ]
+    for use in uses:
+        with pytest.raises(PageError, match="page table: the table was released; open another one"):
+            use()
+    assert pool.free == 8
+
+
+def test_free_pages_are_poisoned() -> None:
+    """From the start, after a release without seal, after a rewind, after an eviction (BUG-5)."""
+    pool = make(4)
+    values = pool._cache.values  # type: ignore[attr-defined]
+    assert (values == POISON).all()
+    table = start(pool, TEXT[:3], room=8)
+    pool._cache.write(table.place(8), TEXT[3:11])  # type: ignore[attr-defined]
+    table.draft(TEXT[3:11])
+    table.rewind(6)
+    assert (values[2] == POISON).all()
+    table.commit(2)
+    table.release()
+    assert values[0].tolist() == TEXT[:4]  # cached
+    assert (values[1:] == POISON).all()
+    start(pool, TEXT[5:7], room=14, run=False).place(16)
+    assert (values == POISON).all()
+
+
+# --- placing, appending, drafting ------------------------------------------------------------------------------------
+
+
+def test_slots_follow_the_pages() -> None:
+    pool = make()
+    other = start(pool, [5] * 6)
+    table = start(pool, TEXT[:3], room=8)
+    assert (other.pages, table.pages) == ([0, 1], [2])
+    assert table.place(6) == [11, 12, 13, 14, 15, 16]
+    assert table.slots(1, 5) == [9, 10, 11, 12]
+    for bad in ((-1, 2), (3, 2), (0, 10)):
+        with pytest.raises(PageError, match=rf"positions {bad[0]} to {bad[1]}; expected positions from 0 to 9"):
+            table.slots(*bad)
+
+
+def test_a_step_that_failed_is_placed_again() -> None:
+    pool = make()
+    table = start(pool, TEXT[:3], room=8)
+    first = table.place(5)
+    assert table.place(5) == first
+    assert table.place(2) == first[:2]
+    assert (table.length, table.sealed) == (3, 0)
+    add(pool, table, TEXT[3:8])
+    assert contents(pool, table) == TEXT[:8]
+
+
+def test_what_was_not_placed_is_not_appended() -> None:
+    table = start(make(), TEXT[:3], room=8)
+    table.place(2)
+    for add_ in (table.append, table.draft):
+        with pytest.raises(
+            PageError, match="page table: 3 tokens after 3; expected at most 2, as many as are placed; place"
+        ):
+            add_([1, 2, 3])
+    assert table.length == 3
+
+
+@pytest.mark.parametrize("count", [0, -1, 9])
+def test_nothing_is_placed_beyond_the_capacity(count: int) -> None:
+    table = start(make(), TEXT[:3], room=8)
+    with pytest.raises(
+        PageError, match=f"page table: {count} tokens after 3; expected 1 to 8, what the capacity of 11 leaves"
+    ):
+        table.place(count)
+
+
+def test_a_capacity_holds_the_tokens() -> None:
+    pool = make()
+    with pytest.raises(PageError, match="capacity for 3 tokens; expected at least 4"):
+        PageTable.open(pool, PLAIN, TEXT[:4], capacity=3, share=True)
+    with pytest.raises(PageError, match="capacity for 0 tokens; expected at least 1"):
+        PageTable.open(pool, PLAIN, [], capacity=0, share=True)
+    with pytest.raises(PageError, match="capacity for 5 tokens; expected at least 6"):
+        start(pool, TEXT[:6]).fork(capacity=5)
+
+
+def test_drafted_tokens_seal_nothing_until_they_are_committed() -> None:
+    pool = make()
+    table = start(pool, TEXT[:3], room=9)
+    pool._cache.write(table.place(6), TEXT[3:9])  # type: ignore[attr-defined]
+    table.draft(TEXT[3:9])
+    assert (table.length, table.committed, table.sealed, len(table.pages)) == (9, 3, 0, 3)
+    assert pool.find(PLAIN, TEXT) == []
+    table.commit(2)
+    assert (table.committed, table.sealed) == (5, 1)
+    table.rewind(3)
+    assert (table.length, table.committed, len(table.pages)) == (6, 5, 2)
+    table.commit(1)
+    add(pool, table, [50, 51])
+    assert contents(pool, table) == [*TEXT[:6], 50, 51]
+    assert pool.find(PLAIN, [*TEXT[:6], 50, 51, 1]) == table.pages
+    assert pool.find(PLAIN, TEXT) == table.pages[:1]  # the rejected page was never known (BUG-67)
+
+
+def test_committed_tokens_are_not_rewound_and_undecided_ones_stand_in_the_way() -> None:
+    table = start(make(), TEXT[:7], room=5)
+    with pytest.raises(PageError, match="page table: 1 drafted tokens; expected 0 to 0, as many as there are"):
+        table.rewind(1)
+    table.place(3)
+    table.draft([1, 2])
+    for call in (table.rewind, table.commit):
+        with pytest.raises(PageError, match="3 drafted tokens; expected 0 to 2"):
+            call(3)
+        with pytest.raises(PageError, match="-1 drafted tokens"):
+            call(-1)
+    for other in (lambda: table.append([3]), lambda: table.fork(capacity=12)):
+        with pytest.raises(PageError, match="page table: 2 drafted tokens are undecided; commit or rewind them first"):
+            other()
+    table.rewind(2)
+    assert (table.length, table.committed) == (7, 7)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "found"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 2), (14, 2)])
+def test_the_longest_known_beginning_is_found_and_the_last_token_left_to_compute(n: int, found: int) -> None:
+    """The last of a text has to run, for its logits, even where its page is known."""
+    pool = make(12)
+    first = start(pool, TEXT[:10])
+    second = start(pool, TEXT[:n], run=False)
+    assert second.pages == first.pages[:found]
+    assert (second.length, second.committed, second.sealed) == (4 * found, 4 * found, found)
+    add(pool, second, TEXT[second.length : n])
+    assert contents(pool, second) == TEXT[:n]
+
+
+def test_a_released_page_is_found_and_a_shared_one_costs_nothing() -> None:
+    pool = make(5)
+    first = start(pool, TEXT[:13])
+    assert pool.free == 1
+    second = start(pool, TEXT[:9], run=False)  # two known pages, one of its own
+    assert pool.free == 0
+    first.release()
+    assert (pool.free, pool.cached) == (2, 1)
+    second.release()
+    assert (pool.free, pool.cached) == (5, 3)
+    third = start(pool, TEXT[:13], room=7, run=False)
+    assert (third.length, pool.free, pool.cached) == (12, 0, 0)
+    assert contents(pool, third) == TEXT[:12]
+
+
+def other_token(text: list[int], at: int, token: int) -> list[int]:
+    return [*text[:at], token, *text[at + 1 :]]
+
+
+@pytest.mark.parametrize(("at", "found"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
+@pytest.mark.parametrize("token", [1, 7 + 256, 12 + 65_536, 12 + 2**32])
+def test_one_other_token_ends_the_run(at: int, found: int, token: int) -> None:
+    """Also one whose low bytes are equal (BUG-63)."""
+    pool = make()
+    start(pool, TEXT[:12])
+    assert len(pool.find(PLAIN, other_token(TEXT, at, token))) == found
+
+
+def media(*spans: tuple[int, int, bytes]) -> tuple[Media, ...]:
+    return tuple(Media(start=start, end=end, digest=digest) for start, end, digest in spans)
+
+
+CONTEXTS = [
+    PLAIN,
+    Context(adapter="x", salt=None, media=()),
+    Context(adapter=None, salt="x", media=()),
+    Context(adapter="x", salt="x", media=()),
+    Context(adapter="", salt=None, media=()),
+    Context(adapter=None, salt="", media=()),
+    Context(adapter=None, salt="y", media=()),
+    Context(adapter="xS", salt=None, media=()),
+    Context(adapter=None, salt=None, media=media((0, 2, b"x"))),
+    Context(adapter=None, salt=None, media=media((0, 2, b"y"))),
+    Context(adapter=None, salt=None, media=media((0, 3, b"x"))),
+    Context(adapter=None, salt=None, media=media((1, 2, b"x"))),
+    Context(adapter=None, salt=None, media=media((0, 1, b"x"), (1, 2, b"x"))),
+]
+
+
+@pytest.mark.parametrize("theirs", range(len(CONTEXTS)))
+def test_other_salt_adapter_or_media_never_match(theirs: int) -> None:
+    """Fields are tagged: an adapter, a salt and a picture of the same name are three things (BUG-65)."""
+    for mine in range(len(CONTEXTS)):
+        pool = make()
+        start(pool, TEXT[:12], context=CONTEXTS[theirs])
+        assert len(pool.find(CONTEXTS[mine], TEXT)) == (3 if mine == theirs else 0)
+
+
+def test_media_count_from_the_page_in_which_they_begin() -> None:
+    """A picture of eight placeholders from position 6 on: what is before it is shared, nothing from it on."""
+    pictures = [Context(adapter=None, salt=None, media=media((6, 14, digest))) for digest in (b"cat", b"dog")]
+    pool = make(20)
+    text = [*TEXT[:6], *[99] * 8, *TEXT[:6]]
+    cat = start(pool, text, context=pictures[0])
+    assert pool.find(pictures[0], text) == cat.pages[:4]
+    assert pool.find(pictures[1], text) == cat.pages[:1]
+    assert pool.find(PLAIN, text) == cat.pages[:1]
+
+
+def test_a_context_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(PageError, match="media: a placeholder from 3 to 3; expected 0 <= start < end"):
+        Media(start=3, end=3, digest=b"x")
+    with pytest.raises(PageError, match="media: an empty digest"):
+        Media(start=3, end=4, digest=b"")
+    with pytest.raises(PageError, match="media: a placeholder starts at 4; expected 5 or later"):
+        Context(adapter=None, salt=None, media=media((0, 5, b"x"), (4, 6, b"y")))
+
+
+def test_a_seal_covers_the_layout_and_the_page_before() -> None:
+    first = make_seal("a:v1", PLAIN, 0, TEXT[:4], None, sha256)
+    seals = [
+        first,
+        make_seal("a:v2", PLAIN, 0, TEXT[:4], None, sha256),
+        make_seal("a:v1", PLAIN, 4, TEXT[:4], first, sha256),
+        make_seal("a:v1", PLAIN, 8, TEXT[:4], make_seal("a:v1", PLAIN, 4, TEXT[4:8], first, sha256), sha256),
+    ]
+    assert len({seal.digest for seal in seals}) == 4
+    assert make_seal("a:v1", PLAIN, 0, TEXT[:4], None, sha256).digest == first.digest
+
+
+def test_colliding_digests_cost_a_hit_and_nothing_else() -> None:
+    """BUG-62, BUG-64: what a digest finds is compared. Also its parent: equal tokens after others are another page."""
+    pool = make(12, digest=lambda content: b"same")
+    first = start(pool, [1, 1, 1, 1, 2, 2, 2, 2, 3])
+    assert pool.find(PLAIN, [1, 1, 1, 1, 2, 2, 2, 2, 3]) == first.pages[:1]
+    assert pool.find(PLAIN, [2, 2, 2, 2, 1]) == []
+    second = start(pool, [2, 2, 2, 2, 1, 1, 1, 1, 3])
+    assert not set(first.pages) & set(second.pages)
+    assert contents(pool, second) == [2, 2, 2, 2, 1, 1, 1, 1, 3]
+
+
+def test_two_that_compute_the_same_page_end_on_one() -> None:
+    """The one that seals later goes on with the known page, and its own becomes free."""
+    pool = make(6)
+    first, second = start(pool, TEXT[:9], run=False), start(pool, TEXT[:9], run=False)
+    assert pool.free == 0
+    add(pool, first, TEXT[:6])
+    add(pool, second, TEXT[:5])
+    assert (first.pages, second.pages) == ([0, 1], [0, 3])
+    assert pool.free == 1
+    add(pool, second, TEXT[5:9])
+    add(pool, first, TEXT[6:9])
+    assert first.pages[:2] == second.pages[:2] == [0, 3]
+    assert pool.free == 2
+    assert contents(pool, first) == contents(pool, second) == TEXT[:9]
+    first.release()
+    assert contents(pool, second) == TEXT[:9]
+
+
+def test_the_known_page_is_taken_also_where_nothing_is_free() -> None:
+    """It was only cached: for a moment the sequence holds two pages, of which it was promised one."""
+    pool = make(3)
+    second = start(pool, TEXT[:8], run=False)
+    second.place(4)
+    first = start(pool, TEXT[:4])
+    first.release()
+    fill = start(pool, [5], run=False)
+    assert (pool.free, pool.cached, second.pages) == (0, 1, [0])
+    add(pool, second, TEXT[:4])
+    assert (pool.free, pool.cached, second.pages) == (0, 0, [1])
+    add(pool, second, TEXT[4:8])
+    add(pool, fill, [5])
+    assert contents(pool, second) == TEXT[:8]
+
+
+def test_who_does_not_share_neither_finds_nor_is_found() -> None:
+    pool = make(12)
+    known = start(pool, TEXT[:9])
+    alone = start(pool, TEXT[:9], share=False)
+    assert not set(alone.pages) & set(known.pages)
+    assert alone.sealed == 2
+    known.release()
+    alone.release()
+    assert pool.cached == 2
+    only = make(12)
+    start(only, TEXT[:9], share=False)
+    assert only.find(PLAIN, TEXT) == []
+
+
+def test_without_a_prefix_cache_nothing_is_found_or_kept() -> None:
+    pool = make(prefix_cache=False)
+    first = start(pool, TEXT[:9])
+    assert start(pool, TEXT[:9], run=False).length == 0
+    assert first.sealed == 2
+    first.release()
+    assert pool.cached == 0
+
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parent_writes", [True, False])
+def test_whoever_writes_first_into_a_shared_page_copies_it(parent_writes: bool) -> None:
+    pool = make(5)
+    parent = start(pool, TEXT[:6], room=2)
+    child = parent.fork(capacity=12)
+    assert child.pages == parent.pages == [0, 1]
+    assert pool.free == 1  # the third page of the child, and a copy of the second by whoever makes it
+    first, second = (parent, child) if parent_writes else (child, parent)
+    add(pool, first, [50, 51])
+    assert (first.pages, second.pages) == ([0, 2], [0, 1])
+    assert pool._cache.copies == [(1, 2)]  # type: ignore[attr-defined]
+    add(pool, second, [60])
+    assert second.pages == [0, 1]
+    assert len(pool._cache.copies) == 1  # type: ignore[attr-defined]
+    assert contents(pool, first) == [*TEXT[:6], 50, 51]
+    assert contents(pool, second) == [*TEXT[:6], 60]
+    assert pool.free == 1
+    parent.release()
+    child.release()
+    assert pool.free == 5
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_fork_that_ends_early_gives_up_the_copy_that_it_was_promised(order: tuple[int, ...]) -> None:
+    pool = make(8)
+    tables = [start(pool, TEXT[:6], room=2)]
+    tables += [tables[0].fork(capacity=8), tables[0].fork(capacity=8)]
+    assert pool.free == 4
+    for at, free in zip(order, (5, 6, 8), strict=True):
+        tables[at].release()
+        assert pool.free == free
+
+
+def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
+    pool = make(4)
+    parent = start(pool, TEXT[:8], room=4)
+    child = parent.fork(capacity=12)
+    assert pool.free == 0
+    add(pool, parent, [50])
+    add(pool, child, [60])
+    assert (parent.pages, child.pages) == ([0, 1, 2], [0, 1, 3])
+    assert pool._cache.copies == []  # type: ignore[attr-defined]
+
+
+def test_what_was_placed_before_a_fork_is_placed_again() -> None:
+    """Otherwise a step that was prepared would write into the page that is now shared."""
+    pool = make(8)
+    parent = start(pool, TEXT[:6], room=2)
+    parent.place(2)
+    parent.fork(capacity=8)
+    with pytest.raises(PageError, match="2 tokens after 6; expected at most 0"):
+        parent.append([50, 51])
+    assert parent.place(2) == [10, 11]
+
+
+@pytest.mark.parametrize("kv", ["float32", "nvfp4"])
+def test_a_copy_holds_all_layers_and_the_pages_of_a_backend_are_poisoned(kv: str) -> None:
+    spec = KVSpec(
+        indexed=(True, False),
+        kv_heads=2,
+        head_dim=32,
+        index_dim=48,
+        page_tokens=PAGE,
+        kv_format=kv,  # type: ignore[arg-type]
+        index_format="float32",
+    )
+    cache = PagedLayout(spec, torch.device("cpu"), rounded=False).allocate(3)
+    pool = PagePool(cache, page_tokens=PAGE, prefix_cache=True, poison=True)
+
+    def write(table: PageTable, tokens: list[int]) -> None:
+        slots = torch.tensor(table.place(len(tokens)))
+        for _, store in cache._stores():
+            dim = next(iter(store.exact(0).unbind(0))).shape[-1]
+            store.write(
+                slots // PAGE, slots % PAGE, torch.tensor(tokens).view(-1, 1, 1).expand(-1, store.heads, dim) / 1.0
+            )
+        table.append(tokens)
+
+    parent = PageTable.open(pool, PLAIN, [1, 2, 3], capacity=4, share=True)
+    write(parent, [1, 2])
+    child = parent.fork(capacity=4)
+    write(child, [4, 6])
+    write(parent, [3])
+    for layer in range(2):
+        for kind, x in cache.read(layer, parent.pages[0]).items():
+            tokens = x[..., :3, 0].reshape(-1, 3)
+            assert torch.equal(tokens.round(), torch.tensor([1.0, 2.0, 3.0]).expand_as(tokens)), kind
+        for kind, x in cache.read(layer, child.pages[0]).items():
+            tokens = x[..., :4, 0].reshape(-1, 4)
+            assert torch.equal(tokens.round(), torch.tensor([1.0, 2.0, 4.0, 6.0]).expand_as(tokens)), kind
+    page = parent.pages[0]
+    parent.release()
+    assert all(bool(x.isnan().all()) for layer in range(2) for x in cache.read(layer, page).values())
+
+
+# --- eviction and withdrawal -----------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_page_goes_first_and_children_before_parents() -> None:
+    pool = make(6)
+    old, new = [1] * 8, [2] * 8
+    for text in (old, new, old):  # the old one is used again
+        start(pool, [*text, 9]).release()
+    assert pool.cached == 4
+    start(pool, [5] * 9, share=False).release()  # two free pages and one more: the end of the other text
+    assert (len(pool.find(PLAIN, [*old, 9])), len(pool.find(PLAIN, [*new, 9]))) == (2, 1)
+    start(pool, [5] * 13, share=False).release()
+    assert (len(pool.find(PLAIN, [*old, 9])), len(pool.find(PLAIN, [*new, 9]))) == (2, 0)
+    start(pool, [5] * 17, share=False).release()
+    assert (len(pool.find(PLAIN, [*old, 9])), len(pool.find(PLAIN, [*new, 9]))) == (1, 0)
+    start(pool, [5] * 24, share=False).release()
+    assert pool.find(PLAIN, [*old, 9]) == []
+    assert pool.cached == 0
+
+
+def test_an_evicted_page_is_forgotten() -> None:
+    """BUG-68, BUG-69: its next owner's tokens are not taken for the old ones, nor the old ones found."""
+    pool = make(2)
+    for text in (TEXT[:8], [3] * 8, TEXT[:8], TEXT[4:12], [3] * 8):
+        table = start(pool, text)
+        assert table.length == 8
+        assert contents(pool, table) == text
+        table.release()
+        assert len(pool.find(PLAIN, [*text, 1])) == 2
+        assert len(pool._index) == len(pool._seals) == 2
+
+
+def test_a_page_in_use_is_not_evicted() -> None:
+    pool = make(4)
+    first = start(pool, TEXT[:9])
+    second = start(pool, TEXT[:9], run=False)
+    first.release()
+    assert pool.free == 1
+    with pytest.raises(PagesExhausted):
+        start(pool, [5] * 5)
+    start(pool, [5] * 4)
+    assert contents(pool, second) == TEXT[:8]
+
+
+def test_pages_of_a_sequence_that_failed_are_not_found() -> None:
+    """Nor what others computed from them, now or later. Who has them keeps them, and good ones can take their place."""
+    pool = make(12)
+    bad = start(pool, TEXT[:9])
+    later = start(pool, TEXT[:13], room=4)
+    start(pool, [*TEXT[:4], *[3] * 5]).release()
+    good = start(pool, [9] * 5)
+    assert pool.cached == 1
+    bad.withdraw()
+    bad.release()
+    assert pool.cached == 0
+    add(pool, later, [1, 2, 3, 4])
+    assert (later.sealed, contents(pool, later)) == (4, [*TEXT[:13], 1, 2, 3, 4])
+    assert pool.find(PLAIN, [*TEXT[:13], 1, 2, 3, 4]) == []
+    assert pool.find(PLAIN, [9] * 5) == good.pages[:1]
+    again = start(pool, TEXT[:9])
+    assert pool.find(PLAIN, TEXT[:9]) == again.pages[:2]
+    assert not set(again.pages) & set(later.pages)
+    later.release()
+    again.release()
+    assert (pool.free, pool.cached) == (10, 2)
+
+
+def test_a_sequence_that_failed_before_its_first_page_was_full_stays_unknown() -> None:
+    pool = make()
+    table = start(pool, TEXT[:3], room=4)
+    table.withdraw()
+    add(pool, table, TEXT[3:7])
+    assert (table.sealed, pool.find(PLAIN, TEXT)) == (1, [])
+
+
+@dataclasses.dataclass
+class Interrupted(BaseException):
+    """From outside."""
+
+
+def test_an_append_that_is_interrupted_while_it_seals_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make()
+    table = start(pool, TEXT[:3], room=9)
+    table.place(6)
+
+    def interrupted(*args: Any) -> Any:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "make_seal", interrupted)
+        with pytest.raises(Interrupted):
+            table.append(TEXT[3:9])
+    assert (table.committed, table.sealed) == (9, 0)
+    child = table.fork(capacity=12)
+    assert (table.sealed, child.sealed) == (2, 2)
+    table.release()
+    child.release()
+    assert pool.free == pool.pages
