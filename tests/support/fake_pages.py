@@ -1,15 +1,21 @@
-"""A KV cache of one integer per slot, for tests that only ask which page holds what."""
+"""A KV cache of one integer per slot, for tests that only ask which page holds what, and tables over it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from m31.engine.pages import PageTable
+from m31.engine.pool import PagePool
+from m31.engine.seals import PLAIN, Context
 from m31.sdk.backend import ExportedPages, KVCache, KVLayout
 
 POISON = -1
+PAGE = 4  # tokens of a page
+TEXT = [7, 65, 321, 200_063, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]
 
 
 class FakeLayout(KVLayout):
@@ -56,3 +62,29 @@ class FakeCache(KVCache):
 
     def import_(self, exported: ExportedPages, pages: Sequence[int]) -> None:
         raise AssertionError("not part of page life")
+
+
+def make(pages: int = 8, *, prefix_cache: bool = True, layout_id: str = "fake:v1", **options: Any) -> PagePool:
+    """A poisoned pool."""
+    cache = FakeCache(pages, PAGE, layout_id)
+    return PagePool(cache, page_tokens=PAGE, prefix_cache=prefix_cache, poison=True, **options)
+
+
+def start(
+    pool: PagePool, text: list[int], *, room: int = 0, context: Context = PLAIN, share: bool = True, run: bool = True
+) -> PageTable:
+    """A table for a text; with `run`, all of it computed."""
+    table = PageTable.open(pool, context, text, capacity=len(text) + room, share=share)
+    return add(pool, table, text[table.length :]) if run else table
+
+
+def add(pool: PagePool, table: PageTable, tokens: list[int]) -> PageTable:
+    """Compute tokens: the value of a slot is its token."""
+    pool._cache.write(table.place(len(tokens)), tokens)  # type: ignore[attr-defined]
+    table.append(tokens)
+    return table
+
+
+def contents(pool: PagePool, table: PageTable) -> list[int]:
+    """What a sequence reads."""
+    return pool._cache.at(table.slots(0, table.length))  # type: ignore[attr-defined,no-any-return]

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.support.fake_pages import POISON, FakeCache
+from tests.support.fake_pages import PAGE, POISON, FakeCache
 
 from m31.engine.pages import PageTable
 from m31.engine.pool import PagePool
 from m31.engine.seals import PLAIN, Context, Digest, Media, Seal, make_seal, sha256
 from m31.errors import PageError, PagesExhausted
 
-PAGE = 4
 PAGES = 14
 HALF_DONE = -7  # what a step that failed has left in its slots
 
