@@ -122,6 +122,7 @@ def test_colliding_digests_cost_a_hit_and_nothing_else() -> None:
     second = start(pool, [2, 2, 2, 2, 1, 1, 1, 1, 3])
     assert not set(first.pages) & set(second.pages)
     assert contents(pool, second) == [2, 2, 2, 2, 1, 1, 1, 1, 3]
+    assert pool.find(PLAIN, [1] * 9) == first.pages[:1]
 
 
 def test_two_that_compute_the_same_page_end_on_one() -> None:

@@ -155,8 +155,10 @@ def test_drafted_tokens_seal_nothing_until_they_are_committed() -> None:
     assert pool.find(PLAIN, TEXT) == []
     table.commit(2)
     assert (table.committed, table.sealed) == (5, 1)
+    free = pool.free
     table.rewind(3)
     assert (table.length, table.committed, len(table.pages)) == (6, 5, 2)
+    assert pool.free == free  # its third page may be needed again: it is promised, and free for nobody else
     table.commit(1)
     add(pool, table, [50, 51])
     assert contents(pool, table) == [*TEXT[:6], 50, 51]
