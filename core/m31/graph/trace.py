@@ -41,9 +41,26 @@ class OpInstance:
     outputs: tuple[ValueType, ...]
 
     @property
+    def decls(self) -> dict[str, WeightDecl]:
+        """Weights by the argument that takes them; a fused op may have several."""
+        given = zip(self.spec.inputs, self.inputs, strict=True)
+        return {arg.name: value for arg, value in given if isinstance(value, WeightDecl)}
+
+    @property
+    def slots(self) -> dict[str, TensorDecl]:
+        """All weight tensors, as `prepare` gets them: `<slot>` of a single weight, `<argument>.<slot>` of several."""
+        decls = self.decls
+        if len(decls) == 1:
+            return dict(next(iter(decls.values())).slots)
+        return {f"{arg}.{slot}": tensor for arg, decl in decls.items() for slot, tensor in decl.slots.items()}
+
+    @property
     def weights(self) -> WeightDecl | None:
-        """The op's weights, if it has any."""
-        return next((v for v in self.inputs if isinstance(v, WeightDecl)), None)
+        """The op's weights as one, if it has any: several are called after the op and the first of them."""
+        decls = list(self.decls.values())
+        if len(decls) < 2:
+            return decls[0] if decls else None
+        return WeightDecl(f"{self.spec.name}:{decls[0].name}", self.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +135,19 @@ def _placeholder(graph: fx.Graph, tracer: fx.proxy.TracerBase, name: str, value:
 Stored = Callable[[str], str]
 
 
-def trace(text: Text, rounding: Rounding = NO_ROUNDING, stored: Stored | None = None) -> ModelGraph:
+def trace(
+    text: Text,
+    rounding: Rounding = NO_ROUNDING,
+    stored: Stored | None = None,
+    pages: tuple[str, str] = ("", ""),
+) -> ModelGraph:
     """The checked graph of a text model.
 
     Args:
         text: the description.
         rounding: which values are rounded to BF16 because a format or an arithmetic quantises them. None are when
             nothing is quantised, so that the exact graph has no node for it.
+        pages: formats of K and V, and of index keys (`StateType`); empty without pages.
         stored: how the checkpoint stores a tensor, by name (`TensorDecl.stored`); None without a checkpoint.
 
     Raises:
@@ -134,7 +157,7 @@ def trace(text: Text, rounding: Rounding = NO_ROUNDING, stored: Stored | None = 
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     step = Step(**{name: _placeholder(graph, tracer, name, t) for name, t in STEP_INPUTS.items()})
-    kv = _placeholder(graph, tracer, "kv", StateType("kv"))
+    kv = _placeholder(graph, tracer, "kv", StateType("kv", *pages))
     logits, kv_after = text_model(text, step, kv, _Declare(graph, tracer, stored), rounding)
     graph.output((logits.node, kv_after.node))
     return infer(graph)
