@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 from tests.support import tiny
 
+import m31
+from m31.cli import demo
 from m31.engine.engine import Engine, Sequence
 from m31.engine.sampling import SamplingParams
 from m31.engine.seals import PLAIN, Context
@@ -212,3 +215,20 @@ def test_a_known_beginning_helps_a_sequence_in() -> None:
     run(engine)
     assert len(first.sampled) == len(second.sampled) == 4
     assert engine.pool.free == 12
+
+
+def test_a_loaded_model_computes_everything_unless_told(tmp_path: Path, computed: list[int]) -> None:
+    """Pages of 128 tokens: of 300 equal tokens 256 are known. `m31.load` leaves it off: see decision 013."""
+    demo.write(tmp_path / "model", seed=0, layers=4)
+    model = m31.load(tmp_path / "model", backend="reference")
+    prompt = [*range(10, 10 + 290), *range(10)]
+    texts = []
+    for on in (False, False, True, True):
+        model.engine.pool.prefix_cache = on
+        computed.clear()
+        generation = model.generate(prompt, max_tokens=5, temperature=0.0, ignore_eos=True)
+        list(generation)
+        texts.append(generation.token_ids)
+        assert computed[0] == (44 if len(texts) == 4 else 300)
+    assert texts == [texts[0]] * 4
+    assert model.engine.pool.free == model.engine.pool.pages

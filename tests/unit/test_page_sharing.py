@@ -212,6 +212,20 @@ def test_an_evicted_page_is_forgotten() -> None:
         table.release()
         assert len(pool.find(PLAIN, [*text, 1])) == 2
         assert len(pool._index) == len(pool._seals) == 2
+    start(pool, TEXT[:5], run=False).place(5)
+    assert (pool._index, pool._seals) == ({}, {})
+
+
+def test_a_known_page_that_is_not_in_use_counts_as_a_free_one_only_once() -> None:
+    """Whoever takes it up leaves one free page less; two known and one new page are not to be had from two."""
+    pool = make(4)
+    start(pool, TEXT[:9]).release()
+    start(pool, [5] * 5, share=False)
+    assert (pool.free, pool.cached) == (2, 2)
+    with pytest.raises(PagesExhausted, match="3 pages asked for, 2 free"):
+        start(pool, TEXT[:9])
+    assert (pool.free, pool.cached) == (2, 2)
+    assert len(start(pool, TEXT[:8], run=False).pages) == 1
 
 
 def test_a_page_in_use_is_not_evicted() -> None:

@@ -20,7 +20,7 @@ from m31.engine.pool import PagePool
 from m31.engine.seals import PLAIN, Context, Digest, Media, Seal, make_seal, sha256
 from m31.errors import PageError, PagesExhausted
 
-PAGES = 14
+PAGES = 10
 HALF_DONE = -7  # what a step that failed has left in its slots
 
 # Ids that are equal in their low byte or low sixteen bits (BUG-63). Two texts part in their second page; the third has
@@ -117,9 +117,26 @@ class PagesMachine(RuleBasedStateMachine):
         room=st.integers(0, 12),
         kind=st.integers(0, len(CONTEXTS) - 1),
         share=st.sampled_from([True, True, True, False]),
+        runs=st.integers(0, 16),
     )
-    def open(self, which: int, n: int, room: int, kind: int, share: bool) -> None:
-        text, context = TEXTS[which], CONTEXTS[kind]
+    def open(self, which: int, n: int, room: int, kind: int, share: bool, runs: int) -> None:
+        """A sequence is admitted or refused; some of its tokens are computed at once."""
+        held = self.admit(TEXTS[which], n, room, CONTEXTS[kind], share)
+        if held is not None and min(runs, self.room(held)):
+            held.table.append(self.compute(held, min(runs, self.room(held))))
+
+    @rule(which=st.integers(0, 2), n=st.integers(9, 20), kind=st.integers(0, len(CONTEXTS) - 1))
+    def a_whole_request(self, which: int, n: int, kind: int) -> None:
+        """It comes, is computed and goes; what it leaves is cached, and evicted sooner or later."""
+        held = self.admit(TEXTS[which], n, 0, CONTEXTS[kind], True)
+        if held is not None:
+            held.table.append(self.compute(held, self.room(held)))
+            self.everybody_reads_his_own_tokens()
+            self.sealed_pages_are_full_of_committed_tokens_and_never_change()
+            self.held.remove(held)
+            held.table.release()
+
+    def admit(self, text: list[int], n: int, room: int, context: Context, share: bool) -> Held | None:
         free, active = self.pool.free, set(self.pool._refs)
         found = self.findable(context, text, n) if share and self.prefix_cache else []
         need = self.pages_of(n + room) - len(active.intersection(found))
@@ -128,13 +145,15 @@ class PagesMachine(RuleBasedStateMachine):
         except PagesExhausted:
             assert need > free or not self.exact
             assert self.pool.free == free
-            return
+            return None
         assert need <= free
         assert table.pages == found[: len(table.pages)]
         assert len(table.pages) == len(found) or not self.exact
         assert table.length == len(table.pages) * PAGE < n
         assert self.pool.free == free - self.pages_of(n + room) + len(active.intersection(table.pages))
-        self.held.append(Held(table, context, share, text))
+        held = Held(table, context, share, text)
+        self.held.append(held)
+        return held
 
     @precondition(lambda self: self.held)
     @rule(at=PICK, count=st.integers(1, 9))
