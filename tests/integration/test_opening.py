@@ -1,4 +1,4 @@
-"""What the core refuses before a backend is asked: another dtype, arithmetic or option, and limits that were widened."""
+"""What the core refuses before a backend is asked: another dtype, arithmetic, option; limits that were widened."""
 
 from __future__ import annotations
 

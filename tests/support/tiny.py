@@ -99,6 +99,10 @@ class Held:
     def format(self) -> str:
         return "plain"
 
+    @property
+    def path(self) -> str:
+        return "memory"
+
     def load(self) -> torch.Tensor:
         return self.value
 

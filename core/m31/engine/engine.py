@@ -203,9 +203,7 @@ class Engine:
             self._let_go()
 
     def _commit(self, sequence: Sequence, count: int) -> None:
-        """The pages hold the next `count` tokens; of a sequence that failed nobody knows what they hold."""
-        if sequence.error is not None:
-            return
+        """The pages hold the next `count` tokens. Those of a sequence that failed are withdrawn when it is let go."""
         assert sequence.table is not None, "a running sequence has its pages"
         sequence.table.append(sequence.ids(sequence.computed, sequence.computed + count))
         if sequence.params is None and not sequence.pending:
