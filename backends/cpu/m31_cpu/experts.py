@@ -33,8 +33,7 @@ class _Shape:
 
     def room_bytes(self, choices: int) -> int:
         """Scratch of one thread for at most so many choices of one expert."""
-        widths = (self.width, self.width, self.inner)
-        decoded = max(decoded_bytes(s, w) for s, w in zip((*self.stored[:1] * 2, self.stored[1]), widths, strict=True))
+        decoded = max(decoded_bytes(self.stored[0], self.width), decoded_bytes(self.stored[1], self.inner))
         return _whole_lines(4 * 2 * BLOCK_ROWS * choices + 2 * decoded)
 
     def buffers(self, tokens: int, threads: int) -> list[int]:
