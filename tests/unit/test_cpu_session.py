@@ -226,7 +226,13 @@ def test_a_model_on_it_is_the_references(tmp_path: Path, target: str) -> None:
         made = Compiler(serving, graph, text, whole(serving, checkpoint.tensor))
         spec = KVSpec.of(text, "float32", "float32")
         layout = serving.kv_layout(spec, made.assigned(STEPS))
-        return Engine(compiler=made, cache=layout.allocate(32), page_tokens=spec.page_tokens, chunk_tokens=2048)
+        return Engine(
+            compiler=made,
+            cache=layout.allocate(32),
+            page_tokens=spec.page_tokens,
+            chunk_tokens=2048,
+            prefix_cache=False,
+        )
 
     native = engine(Serving("cpu", session(), may_fall_back=MANIFEST.fallback, spare=("reference", reference)))
     ids = list(range(3, 40))
