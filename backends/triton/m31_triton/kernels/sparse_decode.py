@@ -1,0 +1,113 @@
+"""Block-sparse attention of a step's queries over paged keys and values (MODEL.md §2.4), for few queries per sequence.
+
+One program is one token and one KV head: its query heads, up to 16, are the rows of the matrix products, and it walks
+over the blocks that the head's index branch selected. Made for decode and short verifies, where reading pages is what
+takes time; right for any step.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from m31_triton.kernels.nvfp4 import decode, scale_offsets
+
+
+@triton.jit
+def sparse_decode(
+    q,  # [T,HKV*GROUP,D]; bfloat16 values
+    k_pages,  # bfloat16 [pages,HKV,PAGE,D], or codes uint8 [pages,HKV,PAGE,D/2]
+    k_scale,  # None, or E4M3 bytes uint8 [pages,HKV,PAGE,D/16]
+    v_pages,
+    v_scale,
+    blocks,  # [T,HKV,TOPK] int64, ascending, -1 where there is none
+    positions,  # [T] int64
+    cu_q,  # [SEQS+1] int64
+    page_table,  # [SEQS,P] int64
+    out,  # [T,HKV*GROUP*D]
+    scale_log2,  # softmax scale times log2(e)
+    P,
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PADDED: tl.constexpr,
+    SEQS: tl.constexpr,
+    SEQS_PADDED: tl.constexpr,
+    NVFP4: tl.constexpr,
+    V_QUAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (T, HKV). Rows of no sequence are padding: nothing of theirs is read or written."""
+    t = tl.program_id(0)
+    head = tl.program_id(1)
+    # The sequence of row t: as many as end at or before it. Padding has no queries, so it ends where the last one does.
+    s = tl.arange(0, SEQS_PADDED)
+    ends = tl.load(cu_q + 1 + s, mask=s < SEQS, other=0x7FFFFFFF)
+    seq = tl.sum((ends <= t).to(tl.int32), 0)
+    if seq >= SEQS:
+        return
+    position = tl.load(positions + t)
+    pair = t.to(tl.int64) * HKV + head
+    c = tl.arange(0, TOPK_PADDED)
+    chosen = tl.load(blocks + pair * TOPK + c, mask=c < TOPK, other=-1)
+    count = tl.max(tl.where(chosen >= 0, c + 1, 0), 0)
+
+    g = tl.arange(0, 16)
+    d = tl.arange(0, D)
+    at_q = (pair * GROUP + g)[:, None] * D + d[None, :]
+    rows = (g < GROUP)[:, None]
+    q_gD = tl.load(q + at_q, mask=rows, other=0.0).to(tl.bfloat16)
+    top = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, D), tl.float32)
+    PER_BLOCK: tl.constexpr = PAGE // TILE
+    for i in range(0, count * PER_BLOCK):
+        block = tl.load(blocks + pair * TOPK + i // PER_BLOCK)
+        token = (i % PER_BLOCK) * TILE + tl.arange(0, TILE)
+        # Tokens after the query may lie in the same block, in a page that was never written that far.
+        visible = (block * PAGE + token <= position) & (block >= 0)
+        page = tl.load(page_table + seq.to(tl.int64) * P + tl.maximum(block, 0))
+        first = (page * HKV + head) * PAGE
+        k_nD = _read(k_pages, k_scale, first, token, visible, D, NVFP4, False, TILE)
+        logits = tl.dot(q_gD, tl.trans(k_nD)) * scale_log2
+        logits = tl.where(visible[None, :], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        # Nothing visible so far: any finite number will do, and -inf minus -inf would not.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(logits - base[:, None])
+        kept = tl.exp2(top - base)
+        total = total * kept + tl.sum(p, 1)
+        v_nD = _read(v_pages, v_scale, first, token, visible, D, NVFP4, V_QUAD, TILE)
+        # Probabilities keep 16 bits: rounded to bfloat16, and what that lost, rounded again.
+        high = p.to(tl.bfloat16)
+        low = (p - high.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(high, v_nD, acc * kept[:, None])
+        acc = tl.dot(low, v_nD, acc)
+        top = new_top
+    o = tl.where(total[:, None] == 0.0, 0.0, acc / total[:, None])
+    tl.store(out + at_q, o.to(out.dtype.element_ty), mask=rows)
+
+
+@triton.jit
+def _read(
+    pages,
+    scales,
+    first,
+    token,
+    visible,
+    D: tl.constexpr,
+    NVFP4: tl.constexpr,
+    QUAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """bfloat16 [TILE,D]: tokens `token` of the page whose token 0 is vector number `first`; zeros if not visible."""
+    mask = visible[:, None]
+    at = (first + token)[:, None]
+    if NVFP4:
+        G: tl.constexpr = D // 16
+        packed = tl.load(pages + at * (D // 2) + tl.arange(0, D // 2)[None, :], mask=mask, other=0)
+        sf = tl.load(scales + first * G + scale_offsets(token, G, QUAD), mask=mask, other=0)
+        return decode(packed, sf, TILE, D)
+    return tl.load(pages + at * D + tl.arange(0, D)[None, :], mask=mask, other=0.0).to(tl.bfloat16)
