@@ -61,12 +61,7 @@ def run_unchecked(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> No
             expected="that it is not set when triton is imported",
             fix="unset it: m31 interprets through m31_triton.interpreter, with the repairs that bfloat16 needs",
         )
-    changes = (
-        (JITFunction, "__call__", _call_device_function),
-        (stock, "_patch_lang", lambda fn: _patch_language(_language)),
-        *_guard(arguments),
-    )
-    with ONE_AT_A_TIME, repaired(), replaced(changes), np.errstate(all="ignore"):
+    with ONE_AT_A_TIME, repaired(), replaced(_patches(arguments)), np.errstate(all="ignore"):
         try:
             _form(kernel).run(grid=tuple(grid), warmup=False, **arguments)
         except InterpreterError as error:
@@ -74,6 +69,14 @@ def run_unchecked(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> No
             if isinstance(cause, M31Error):
                 raise cause from None
             raise
+
+
+def _patches(arguments: dict[str, Any]) -> tuple[tuple[Any, str, Any], ...]:
+    return (
+        (JITFunction, "__call__", _call_device_function),
+        (stock, "_patch_lang", lambda fn: _patch_language(_language)),
+        *_guard(arguments),
+    )
 
 
 def _form(kernel: Any) -> Any:
@@ -98,9 +101,8 @@ def _guard(arguments: dict[str, Any]) -> tuple[tuple[Any, str, Any], ...]:
     load, store = stock.InterpreterBuilder.create_masked_load, stock.InterpreterBuilder.create_masked_store
 
     def inside(what: str, ptrs: Any, mask: Any) -> None:
-        addresses: NDArray[Any] = np.broadcast_to(ptrs.data, np.broadcast(ptrs.data, mask.data).shape)[
-            np.broadcast_to(mask.data, np.broadcast(ptrs.data, mask.data).shape)
-        ]
+        every, active = np.broadcast_arrays(ptrs.data, mask.data)
+        addresses: NDArray[Any] = every[active]
         if not addresses.size:
             return
         size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)

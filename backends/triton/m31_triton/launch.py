@@ -111,7 +111,8 @@ def launch_projection(run: Runner, step: StepClass, *, x: Tensor, w: Tensor, slo
     _check("y", y, (tokens, n), _FLOATS)
     tile = projection_tile(tokens)
     grid = (-(-tokens // tile["BT"]), -(-n // tile["BN"]))
-    run(Launch(projection, grid, {"x": x, "w": w, "slot_map": slot_map, "y": y, "T": tokens, "N": n, "K": k, **tile}))
+    arguments = {"x": x, "w": w, "slot_map": slot_map, "y": y, "T": tokens, "N": n, "K": k, **tile}
+    run(Launch(projection, grid, arguments, {"num_warps": 4, "enable_fp_fusion": True}))
 
 
 def projection_tile(tokens: int) -> dict[str, int]:
@@ -238,7 +239,7 @@ def launch_sparse_decode(
         **{"NVFP4": k.scale is not None, "V_QUAD": v.scale is not None and v.order == "token_quad"},
         "TILE": min(page, 64),
     }
-    run(Launch(sparse_decode, (tokens, hkv), arguments, {"num_warps": 4, "num_stages": 2}))
+    run(Launch(sparse_decode, (tokens, hkv), arguments, {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}))
 
 
 def _padded(count: int) -> int:

@@ -119,7 +119,7 @@ def _wide(handle: Handle) -> Array:
     return widen(handle.data, handle.dtype.scalar)
 
 
-_binary, _unary = stock.InterpreterBuilder.binary_op, stock.InterpreterBuilder.unary_op
+_binary = stock.InterpreterBuilder.binary_op  # functions of one bfloat16 are refused by the language itself
 _cast, _clamp = stock.InterpreterBuilder.cast_impl, stock.InterpreterBuilder.create_clampf
 _fma, _rmw = stock.InterpreterBuilder.create_fma, stock.InterpreterBuilder.create_atomic_rmw
 _fp_to_fp = stock.InterpreterBuilder.create_fp_to_fp
@@ -142,13 +142,6 @@ def _binary_op(self: Any, lhs: Handle, rhs: Handle, op: Callable[..., Array]) ->
     with np.errstate(all="ignore"):
         out = op(_wide(lhs), _wide(rhs))
     return Handle(out if out.dtype == np.bool_ else narrow(out, scalar), scalar)
-
-
-def _unary_op(self: Any, arg: Handle, op: Callable[..., Array]) -> Handle:
-    if not _narrow(arg):
-        return _unary(self, arg, op)
-    with np.errstate(all="ignore"):
-        return Handle(narrow(op(_wide(arg)), arg.dtype.scalar), arg.dtype.scalar)
 
 
 def _cast_impl(self: Any, src: Handle, dst_type: Any) -> Handle:
@@ -225,7 +218,6 @@ def _rounded(tensor: Any, scalar: Any) -> Any:
 
 _REPAIRS: tuple[tuple[Any, str, Any], ...] = (
     (stock.InterpreterBuilder, "binary_op", _binary_op),
-    (stock.InterpreterBuilder, "unary_op", _unary_op),
     (stock.InterpreterBuilder, "cast_impl", _cast_impl),
     (stock.InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
     (stock.InterpreterBuilder, "create_fma", _create_fma),

@@ -2,7 +2,7 @@
 
 The repairs replace private parts of Triton. They were written against one version; another may have renamed, mended or
 broken something. So nothing is believed: all 256 codes of both FP8 formats, all 65,536 bfloat16 numbers, their
-arithmetic, casts, reductions, matrix products, and the NVFP4 product are compared with torch, exactly or, where the
+arithmetic, casts, reductions, matrix products and scaled products are compared with torch, exactly or, where the
 order of a sum is free, within float32 rounding.
 """
 
@@ -70,6 +70,15 @@ def _nvfp4_kernel(a, sa, b, sb, out, M: tl.constexpr, K: tl.constexpr):
     sx = tl.load(sa + i[:, None] * (K // 16) + g[None, :])
     sy = tl.load(sb + i[:, None] * (K // 16) + g[None, :])
     tl.store(out + i[:, None] * M + i[None, :], tl.dot_scaled(x, sx, "e2m1", y.T, sy, "e2m1"))
+
+
+@triton.jit
+def _mixed_kernel(a, b, sb, out, M: tl.constexpr, K: tl.constexpr):
+    i = tl.arange(0, M)
+    x = tl.load(a + i[:, None] * K + tl.arange(0, K)[None, :])
+    y = tl.load(b + i[:, None] * (K // 2) + tl.arange(0, K // 2)[None, :])
+    sy = tl.load(sb + i[:, None] * (K // 32) + tl.arange(0, K // 32)[None, :])
+    tl.store(out + i[:, None] * M + i[None, :], tl.dot_scaled(x, None, "bf16", y.T, sy, "e2m1"))
 
 
 def _run(kernel: Any, **arguments: Any) -> None:
@@ -179,6 +188,19 @@ def _nvfp4() -> bool:
     return _close(out, x @ y.T)
 
 
+def _mixed() -> bool:
+    """bfloat16, also beyond float16's range, times E2M1 with E8M0 scales."""
+    m, k = 32, 128
+    g = torch.Generator().manual_seed(4)
+    a = torch.randn(m, k, generator=g).mul(1e6).bfloat16()
+    b = torch.randint(0, 256, (m, k // 2), dtype=torch.uint8, generator=g)
+    sb = torch.randint(120, 134, (m, k // 32), dtype=torch.uint8, generator=g)
+    out = torch.empty(m, m)
+    _run(_mixed_kernel, a=a, b=b, sb=sb, out=out, M=m, K=k)
+    y = e2m1.decode_packed(b, torch.float64) * (sb.double() - 127).exp2().repeat_interleave(32, 1)
+    return _close(out, a.double() @ y.T)
+
+
 CHECKS: dict[str, Callable[[], bool]] = {
     "reading bfloat16": _bfloat16_codes,
     "rounding to bfloat16": _bfloat16_casts,
@@ -188,6 +210,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "bfloat16 reductions": _reductions,
     "matrix products of narrow formats": _products,
     "the NVFP4 product": _nvfp4,
+    "the product of bfloat16 and MXFP4": _mixed,
 }
 
 

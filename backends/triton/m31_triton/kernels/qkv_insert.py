@@ -76,8 +76,8 @@ def qkv_insert(
             _store_heads(iq_out + t * HIQ * DI, x, h, HIQ, DI)
         else:
             one = tl.arange(0, 1)
-            x = _normed_rotated(at_iq + HIQ * DI, ik_norm, cos + table, sin + table, one, eps, 1, DI, HALF)
-            _insert(ik_pages, ik_scale, x, slot, one, 1, DI, PAGE, INDEX_NVFP4, False, 1)
+            key = _normed_rotated(at_iq + HIQ * DI, ik_norm, cos + table, sin + table, one, eps, 1, DI, HALF)
+            _insert(ik_pages, ik_scale, key, slot, one, 1, DI, PAGE, INDEX_NVFP4, False, 1)
 
 
 @triton.jit

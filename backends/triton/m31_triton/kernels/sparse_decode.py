@@ -86,7 +86,7 @@ def sparse_decode(
         acc = tl.dot(high, v_nD, acc * kept[:, None])
         acc = tl.dot(low, v_nD, acc)
         top = new_top
-    o = tl.where(total[:, None] == 0.0, 0.0, acc / total[:, None])
+    o = tl.where(total[:, None] == 0.0, 0.0, tl.div_rn(acc, tl.broadcast_to(total[:, None], (16, D))))
     tl.store(out + at_q, o.to(out.dtype.element_ty), mask=rows)
 
 
