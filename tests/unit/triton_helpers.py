@@ -1,4 +1,4 @@
-"""What the tests of the Triton kernels share: pages as the reference lays them out, steps, and an independent oracle."""
+"""What the tests of the Triton kernels share: the reference's pages, steps, and rounding by another library."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from m31_reference.cache import Store
-from m31_reference.codecs import codec
-from m31_triton.launch import Pages
 from torch import Tensor
 
 from m31.formats.layout import ScaleOrder
 from m31.graph import StepClass
+from m31_reference.cache import Store
+from m31_reference.codecs import codec
+from m31_triton.launch import Pages
 
 CPU = torch.device("cpu")
 FORMATS: list[tuple[str, ScaleOrder]] = [("bfloat16", "linear"), ("nvfp4", "linear"), ("nvfp4", "token_quad")]

@@ -169,11 +169,11 @@ class _Watch:
             self.between = True
 
 
-class _Views(TorchDispatchMode):
+class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__ is untyped
     """Refuses every operation that is not a view: it would run now and not in a replay."""
 
     def __init__(self, watch: _Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

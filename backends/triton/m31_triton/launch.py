@@ -174,17 +174,28 @@ def launch_qkv_insert(
     _check("rows", rows, (tokens, (hq + 2 * hkv) * d + ((hiq + 1) * di if index else 0)), _FLOATS)
     heads = 4  # of a program: 512 elements of 128-wide heads, four per thread
     tiles = sum(-(-n // heads) for n in (hq, hkv, hkv, hiq)) + (1 if index else 0)
-    arguments = {
-        **{"rows": rows, "q_norm": q_norm, "k_norm": k_norm},
-        **{"iq_norm": index.q_norm if index else None, "ik_norm": index.k_norm if index else None},
-        **{"cos": table[0], "sin": table[1], "slot_map": slot_map},
-        **{"q_out": q_out, "iq_out": index.q_out if index else None},
-        **{"k_pages": k.data, "k_scale": k.scale, "v_pages": v.data, "v_scale": v.scale},
-        **{"ik_pages": index.pages.data if index else None, "ik_scale": index.pages.scale if index else None},
-        **{"eps": eps, "HQ": hq, "HKV": hkv, "HIQ": hiq, "D": d, "DI": di, "HALF": half, "PAGE": page, "HB": heads},
-        **{"NVFP4": k.scale is not None, "INDEX_NVFP4": bool(index and index.pages.scale is not None)},
-        **{"V_QUAD": v.scale is not None and v.order == "token_quad"},
-    }
+    arguments = dict(
+        rows=rows,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        iq_norm=index.q_norm if index else None,
+        ik_norm=index.k_norm if index else None,
+        cos=table[0],
+        sin=table[1],
+        slot_map=slot_map,
+        q_out=q_out,
+        iq_out=index.q_out if index else None,
+        ik_pages=index.pages.data if index else None,
+        ik_scale=index.pages.scale if index else None,
+        eps=eps,
+        HQ=hq,
+        HIQ=hiq,
+        DI=di,
+        HALF=half,
+        INDEX_NVFP4=bool(index and index.pages.scale is not None),
+        HB=heads,
+        **_stored(k, v, hkv, d, page),
+    )
     # Not contracted: every device then computes the same bits (m31_triton.kernels).
     run(Launch(qkv_insert, (tokens, tiles), arguments, {"num_warps": 4, "enable_fp_fusion": False}))
 
@@ -231,15 +242,39 @@ def launch_sparse_decode(
         )
     _power_of_two("head size", d)
     _power_of_two("page size", page)
-    arguments = {
-        **{"q": q, "k_pages": k.data, "k_scale": k.scale, "v_pages": v.data, "v_scale": v.scale, "blocks": blocks},
-        **{"positions": positions, "cu_q": cu_q, "page_table": page_table, "out": out},
-        **{"scale_log2": scale * math.log2(math.e), "P": step.pages, "HKV": hkv, "GROUP": group, "D": d, "PAGE": page},
-        **{"TOPK": topk, "TOPK_PADDED": _padded(topk), "SEQS": step.seqs, "SEQS_PADDED": _padded(step.seqs)},
-        **{"NVFP4": k.scale is not None, "V_QUAD": v.scale is not None and v.order == "token_quad"},
-        "TILE": min(page, 64),
-    }
+    arguments = dict(
+        q=q,
+        blocks=blocks,
+        positions=positions,
+        cu_q=cu_q,
+        page_table=page_table,
+        out=out,
+        scale_log2=scale * math.log2(math.e),
+        P=step.pages,
+        GROUP=group,
+        TOPK=topk,
+        TOPK_PADDED=_padded(topk),
+        SEQS=step.seqs,
+        SEQS_PADDED=_padded(step.seqs),
+        TILE=min(page, 64),
+        **_stored(k, v, hkv, d, page),
+    )
     run(Launch(sparse_decode, (tokens, hkv), arguments, {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}))
+
+
+def _stored(k: Pages, v: Pages, heads: int, dim: int, page: int) -> dict[str, Any]:
+    """What both kernels must know about the pages of keys and values."""
+    return {
+        "k_pages": k.data,
+        "k_scale": k.scale,
+        "v_pages": v.data,
+        "v_scale": v.scale,
+        "HKV": heads,
+        "D": dim,
+        "PAGE": page,
+        "NVFP4": k.scale is not None,
+        "V_QUAD": v.scale is not None and v.order == "token_quad",
+    }
 
 
 def _padded(count: int) -> int:

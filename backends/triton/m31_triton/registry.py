@@ -89,7 +89,7 @@ def _sparse_decode(run: Runner, nvfp4: bool) -> None:
 def _expect(**targets: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Patterns by target; `sm` stands for every sm_* that is not named."""
     every = targets.pop("sm", ())
-    return {**{name: every for name in ("sm_90", "sm_100", "sm_107")}, **targets}
+    return {**dict.fromkeys(("sm_90", "sm_100", "sm_107"), every), **targets}
 
 
 # Sixteen rows are the size of the small matrix instruction, which every target has; the big ones need 64 or 128.

@@ -3,7 +3,7 @@
 The interpreter of Triton 3.9 keeps bfloat16 as uint16 and FP8 as uint8, and most of its operations then work on those
 integers: sums, products, comparisons, reductions and `tl.dot` of bfloat16 are meaningless, float32 -> bfloat16
 truncates, float32 -> FP8 rounds half up and mistreats subnormals, NaN and infinity, and NVFP4's E4M3 block scales are
-decoded as E8M0. Here such operands are widened to float32, computed on, and rounded to nearest even, as the devices
+decoded as E8M0. A comparison of two scalars keeps their type, and is no mask once it is spread over a block. Here such operands are widened to float32, computed on, and rounded to nearest even, as the devices
 do. FP8 casts saturate: the conversion instructions that Triton emits do.
 
 `repaired()` puts the repairs in place for the duration of one `with` and takes them away again, so that nobody else's
@@ -27,7 +27,7 @@ from triton.runtime import interpreter as stock
 from m31.errors import OpRefused
 
 Array = NDArray[Any]
-Handle = stock.TensorHandle
+Handle = Any  # stock.TensorHandle: `data`, a numpy array, and `dtype`
 
 FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 # Codes that are finite and not negative: 0 up to and without these.
@@ -119,10 +119,9 @@ def _wide(handle: Handle) -> Array:
     return widen(handle.data, handle.dtype.scalar)
 
 
-_binary = stock.InterpreterBuilder.binary_op  # functions of one bfloat16 are refused by the language itself
+_binary, _unary = stock.InterpreterBuilder.binary_op, stock.InterpreterBuilder.unary_op
 _cast, _clamp = stock.InterpreterBuilder.cast_impl, stock.InterpreterBuilder.create_clampf
-_fma, _rmw = stock.InterpreterBuilder.create_fma, stock.InterpreterBuilder.create_atomic_rmw
-_fp_to_fp = stock.InterpreterBuilder.create_fp_to_fp
+_fma, _fp_to_fp = stock.InterpreterBuilder.create_fma, stock.InterpreterBuilder.create_fp_to_fp
 _reduce, _scan = stock.ReduceOps.apply_impl, stock.ScanOps.apply_impl
 _scale = stock._dot_scaled_scale_to_f32
 _BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
@@ -136,17 +135,28 @@ _WHOLE = (
 
 
 def _binary_op(self: Any, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
-    if op in _BITWISE or not (_narrow(lhs) or _narrow(rhs)):
-        return _binary(self, lhs, rhs, op)
     scalar = lhs.dtype.scalar
+    if op in _BITWISE or not (_narrow(lhs) or _narrow(rhs)):
+        result = _binary(self, lhs, rhs, op)
+    else:
+        with np.errstate(all="ignore"):
+            out = op(_wide(lhs), _wide(rhs))
+        result = stock.TensorHandle(out if out.dtype == np.bool_ else narrow(out, scalar), scalar)
+    if result.data.dtype == np.bool_:
+        result.dtype = tl.int1  # not the operands' type, in which a scalar would be spread over a block
+    return result
+
+
+def _unary_op(self: Any, arg: Handle, op: Callable[..., Array]) -> Handle:
+    if not _narrow(arg):
+        return _unary(self, arg, op)
     with np.errstate(all="ignore"):
-        out = op(_wide(lhs), _wide(rhs))
-    return Handle(out if out.dtype == np.bool_ else narrow(out, scalar), scalar)
+        return stock.TensorHandle(narrow(op(_wide(arg)), arg.dtype.scalar), arg.dtype.scalar)
 
 
 def _cast_impl(self: Any, src: Handle, dst_type: Any) -> Handle:
     if _narrow(src) or _narrow_type(dst_type.scalar):
-        return Handle(narrow(_wide(src), dst_type.scalar), dst_type.scalar)
+        return stock.TensorHandle(narrow(_wide(src), dst_type.scalar), dst_type.scalar)
     with np.errstate(all="ignore"):
         return _cast(self, src, dst_type)
 
@@ -162,27 +172,19 @@ def _create_fp_to_fp(self: Any, src: Handle, dst_type: Any, rounding_mode: Any) 
 def _create_fma(self: Any, x: Handle, y: Handle, z: Handle) -> Handle:
     if not _narrow(z):
         return _fma(self, x, y, z)
-    return Handle(narrow(_wide(x).astype(np.float64) * _wide(y) + _wide(z), z.dtype.scalar), z.dtype.scalar)
+    return stock.TensorHandle(narrow(_wide(x).astype(np.float64) * _wide(y) + _wide(z), z.dtype.scalar), z.dtype.scalar)
 
 
 def _create_clampf(self: Any, arg: Handle, low: Handle, high: Handle, propagate_nans: Any) -> Handle:
     if not _narrow(arg):
         return _clamp(self, arg, low, high, propagate_nans)
-    wide = (Handle(_wide(handle), tl.float32) for handle in (arg, low, high))
-    return Handle(narrow(_clamp(self, *wide, propagate_nans).data, arg.dtype.scalar), arg.dtype.scalar)
+    wide = (stock.TensorHandle(_wide(handle), tl.float32) for handle in (arg, low, high))
+    return stock.TensorHandle(narrow(_clamp(self, *wide, propagate_nans).data, arg.dtype.scalar), arg.dtype.scalar)
 
 
 def _create_dot(self: Any, a: Handle, b: Handle, d: Handle, precision: Any, imprecise: Any) -> Handle:
     _narrow(a), _narrow(b)  # for the refusal
-    return Handle(np.matmul(_wide(a), _wide(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
-
-
-def _create_atomic_rmw(self: Any, op: Any, ptr: Handle, value: Handle, mask: Handle, sem: Any, scope: Any) -> Handle:
-    if _narrow(value):
-        raise OpRefused(
-            f"atomics on {value.dtype.scalar} have no model", where="interpreted kernel", expected="float32 atomics"
-        )
-    return _rmw(self, op, ptr, value, mask, sem, scope)
+    return stock.TensorHandle(np.matmul(_wide(a), _wide(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
 
 def _dot_scaled_scale(handle: Handle, compute_type: Any) -> Array:
@@ -212,18 +214,18 @@ def _through_float32(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rounded(tensor: Any, scalar: Any) -> Any:
-    handle = Handle(narrow(tensor.handle.data, scalar), scalar)
+    handle = stock.TensorHandle(narrow(tensor.handle.data, scalar), scalar)
     return tl.core.tensor(handle, tl.block_type(scalar, list(tensor.shape)) if tensor.type.is_block() else scalar)
 
 
 _REPAIRS: tuple[tuple[Any, str, Any], ...] = (
     (stock.InterpreterBuilder, "binary_op", _binary_op),
+    (stock.InterpreterBuilder, "unary_op", _unary_op),
     (stock.InterpreterBuilder, "cast_impl", _cast_impl),
     (stock.InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
     (stock.InterpreterBuilder, "create_fma", _create_fma),
     (stock.InterpreterBuilder, "create_clampf", _create_clampf),
     (stock.InterpreterBuilder, "create_dot", _create_dot),
-    (stock.InterpreterBuilder, "create_atomic_rmw", _create_atomic_rmw),
     (stock.ReduceOps, "apply_impl", _through_float32(_reduce)),
     (stock.ScanOps, "apply_impl", _through_float32(_scan)),
     (stock, "_dot_scaled_scale_to_f32", _dot_scaled_scale),

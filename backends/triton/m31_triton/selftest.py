@@ -6,6 +6,8 @@ arithmetic, casts, reductions, matrix products and scaled products are compared 
 order of a sum is free, within float32 rounding.
 """
 
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from __future__ import annotations
 
 import functools
@@ -43,6 +45,15 @@ def _arithmetic_kernel(a, b, out, N: tl.constexpr):
     tl.store(out + 5 * N + i, -x)
     tl.store(out + 6 * N + i, tl.maximum(x, y))
     tl.store(out + 7 * N + i, tl.fma(x, y, x))
+
+
+@triton.jit
+def _mask_kernel(x, y, limit, N: tl.constexpr):
+    i = tl.arange(0, N)
+    last = tl.load(limit)
+    for k in range(2):
+        some = (i < last) & (k * last > 0)
+        tl.store(y + k * N + i, tl.load(x + i, mask=some, other=0))
 
 
 @triton.jit
@@ -154,6 +165,12 @@ def _arithmetic() -> bool:
     return all(exact) and _same(out[7], (x * y + x).float().bfloat16())
 
 
+def _masks() -> bool:
+    x, out = torch.arange(1, 17), torch.empty(32, dtype=torch.int64)
+    _run(_mask_kernel, x=x, y=out, limit=torch.tensor([5]), N=16)
+    return out.tolist() == [0] * 16 + [1, 2, 3, 4, 5] + [0] * 11
+
+
 def _reductions() -> bool:
     g = torch.Generator().manual_seed(1)
     x = torch.randn(512, generator=g).bfloat16()
@@ -207,6 +224,7 @@ CHECKS: dict[str, Callable[[], bool]] = {
     "reading FP8": _fp8_codes,
     "rounding to FP8": _fp8_casts,
     "bfloat16 arithmetic": _arithmetic,
+    "masks from scalars": _masks,
     "bfloat16 reductions": _reductions,
     "matrix products of narrow formats": _products,
     "the NVFP4 product": _nvfp4,

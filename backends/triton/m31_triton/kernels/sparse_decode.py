@@ -63,7 +63,7 @@ def sparse_decode(
     total = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, D), tl.float32)
     PER_BLOCK: tl.constexpr = PAGE // TILE
-    for i in range(0, count * PER_BLOCK):
+    for i in range(count * PER_BLOCK):
         block = tl.load(blocks + pair * TOPK + i // PER_BLOCK)
         token = (i % PER_BLOCK) * TILE + tl.arange(0, TILE)
         # Tokens after the query may lie in the same block, in a page that was never written that far.
