@@ -3,8 +3,10 @@
 The interpreter of Triton 3.9 keeps bfloat16 as uint16 and FP8 as uint8, and most of its operations then work on those
 integers: sums, products, comparisons, reductions and `tl.dot` of bfloat16 are meaningless, float32 -> bfloat16
 truncates, float32 -> FP8 rounds half up and mistreats subnormals, NaN and infinity, and NVFP4's E4M3 block scales are
-decoded as E8M0. A comparison of two scalars keeps their type, and is no mask once it is spread over a block. Here such operands are widened to float32, computed on, and rounded to nearest even, as the devices
-do. FP8 casts saturate: the conversion instructions that Triton emits do.
+decoded as E8M0. A comparison of two scalars keeps their type, and is no mask once it is spread over a block.
+
+Here such operands are widened to float32, computed on, and rounded to nearest even, as the devices do. FP8 casts
+saturate: the conversion instructions that Triton emits do.
 
 `repaired()` puts the repairs in place for the duration of one `with` and takes them away again, so that nobody else's
 use of the interpreter changes. `m31_triton.selftest` decides whether they fit the installed version.
