@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 
 from m31.config import Moe, SparseAttention, SwigluOai, Text
+from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine, Sequence
 from m31.engine.sampling import SamplingParams
 from m31.graph import Rounding, trace
 from m31.sdk.backend import KVSpec
+from m31.sdk.serving import Serving
 from m31_reference import ReferenceBackend
 
 LAYERS = 4
@@ -92,22 +94,11 @@ def engine(kv: str, index: str, weights: dict[str, Held], context: int) -> Engin
     session = ReferenceBackend(None).open(device=None, dtype="float32", rank=0, world=1)  # type: ignore[arg-type]
     spec = KVSpec.of(TEXT, kv, index)  # type: ignore[arg-type]
     graph = trace(TEXT, Rounding.of(session.numerics, kv, index))
-    handles = {}
-    for call in graph.calls:
-        if call.op.weights is not None:
-            slots = {slot: weights[t.name] for slot, t in call.op.weights.slots.items()}
-            handles[call.op.weights.name] = session.prepare(call.op, slots)
     pages = context // spec.page_tokens + 2
     cache = session.kv_layout(spec).allocate(pages)
-    made = Engine(
-        session=session,
-        who="reference",
-        graph=graph,
-        handles=handles,
-        cache=cache,
-        page_tokens=spec.page_tokens,
-        chunk_tokens=2048,
-    )
+    serving = Serving("reference", session)
+    compiler = Compiler(serving, graph, whole(serving, lambda name: weights[name]))
+    made = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=2048)
     at = torch.arange(context)
     page, offset = at // spec.page_tokens, at % spec.page_tokens
     for layer in range(LAYERS):

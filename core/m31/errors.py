@@ -176,3 +176,11 @@ class TemplateError(M31Error):
 
 class NonFiniteLogits(M31Error):
     """The model computed NaN or infinite logits; no token can be sampled from them."""
+
+
+class ContractViolation(M31Error):
+    """A backend breaks a rule of the contract (docs/sdk.md). `rule` is the rule's name, a key of `RULES` there."""
+
+    def __init__(self, rule: str, what: str, *, where: str, expected: str | None = None) -> None:
+        self.rule = rule
+        super().__init__(f"breaks the rule '{rule}': {what}", where=where, expected=expected)

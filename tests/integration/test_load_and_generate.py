@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support import tiny
 
 import m31
 from m31.checkpoint import Checkpoint
@@ -229,7 +230,7 @@ def test_a_weight_that_is_not_finite_is_named(folder: Path, tmp_path: Path, name
 
 def test_logits_that_overflow_are_refused_and_the_engine_stays_usable(folder: Path) -> None:
     model = m31.load(folder, backend="reference")
-    handle = model.engine._handles["lm_head"]
+    handle = tiny.handle_of(model.engine, "lm_head")
     good = handle.tensors["weight"].clone()
     handle.tensors["weight"].fill_(1e38)
     with pytest.raises(NonFiniteLogits, match="position"):
@@ -299,7 +300,7 @@ def test_a_float32_tensor_is_used_in_place(folder: Path, model: Any) -> None:
     float32 = {place: lazy for place, lazy in stored.items() if lazy.dtype == torch.float32}
     assert any(lazy.name.endswith("block_sparse_moe.gate.weight") for lazy in float32.values())
     for (name, slot), lazy in float32.items():
-        used = model.engine._handles[name].tensors[slot]
+        used = tiny.handle_of(model.engine, name).tensors[slot]
         assert used.untyped_storage().nbytes() == lazy.file.size
         assert used.storage_offset() * used.element_size() == lazy.offset
         torch.testing.assert_close(used, lazy.load(), rtol=0, atol=0)
@@ -326,7 +327,7 @@ def test_a_special_string_in_a_message_is_refused(model: Any, place: str) -> Non
 def test_a_failing_sequence_leaves_its_companions_alone(folder: Path) -> None:
     """Two at once; the weights of one token are not finite, and only the sequence that uses it fails."""
     model = m31.load(folder, backend="reference")
-    model.engine._handles["model.embed_tokens"].tensors["weight"][5] = float("inf")
+    tiny.handle_of(model.engine, "model.embed_tokens").tensors["weight"][5] = float("inf")
     good = model.generate([7, 8, 9], max_tokens=6, temperature=0.0, ignore_eos=True)
     events = good.events()
     next(events)

@@ -15,7 +15,7 @@ from m31.checkpoint import Checkpoint, convert, write
 from m31.cli import demo
 from m31.cli.main import main
 from m31.engine.model import Model
-from m31.errors import BackendRefused, NonFiniteWeight, OpRefused
+from m31.errors import BackendRefused, NonFiniteWeight, OpRefused, RequestError
 from m31.formats.arithmetic import NAMED
 
 IDS = list(range(3, 40))
@@ -77,6 +77,17 @@ def test_every_arithmetic_runs_and_stays_near(folders: dict[str, Path], exact: t
     assert len(list(model.generate(IDS, max_tokens=3, ignore_eos=True).events())) == 3
 
 
+def test_both_orders_of_v_scales_give_the_same_logits(folders: dict[str, Path]) -> None:
+    """MODEL.md §3.4: other bytes, other layout id, equal values."""
+    linear, quad = (load(folders["m31"], kv_dtype="nvfp4", v_scale_order=order) for order in (None, "token_quad"))
+    assert torch.equal(linear.logits(IDS), quad.logits(IDS))
+    assert linear.engine.cache.layout.layout_id != quad.engine.cache.layout.layout_id
+    with pytest.raises(RequestError, match=r"v_scale_order is 'quad'.*'linear' or 'token_quad'"):
+        load(folders["m31"], kv_dtype="nvfp4", v_scale_order="quad")
+    with pytest.raises(RequestError, match=r"'token_quad' with bfloat16 pages.*nvfp4 pages"):
+        load(folders["m31"], kv_dtype="bfloat16", v_scale_order="token_quad")
+
+
 def test_unknown_formats_and_arithmetics_are_refused_by_name(folders: dict[str, Path]) -> None:
     with pytest.raises(BackendRefused, match=r"KV format 'int8' is not served; expected float32 or .* or nvfp4"):
         load(folders["m31"], kv_dtype="int8")
@@ -87,8 +98,12 @@ def test_unknown_formats_and_arithmetics_are_refused_by_name(folders: dict[str, 
     assert load(folders["m31"], arithmetic="w4a4-q8kv4").formats["kv"] == "nvfp4"
     with pytest.raises(OpRefused, match=r"unknown arithmetic 'w4a5'.*did you mean"):
         load(folders["m31"], arithmetic="w4a5")
-    with pytest.raises(BackendRefused, match=r"experts.*stored plain, without input_global_scale.*--arithmetic"):
-        load(folders["bf16"], arithmetic="w4a4-megamoe")
+    (note,) = (n for n in load(folders["bf16"], arithmetic="w4a4-megamoe").notes if "input_global_scale" in n)
+    assert "experts are stored plain" in note
+    with pytest.raises(BackendRefused, match=r"KV format 'bf16' is not served; .*did you mean 'bfloat16'"):
+        load(folders["m31"], kv_dtype="bf16")
+    with pytest.raises(BackendRefused, match=r"index key format 'nvp4' is not served; .*did you mean 'nvfp4'"):
+        load(folders["m31"], index_dtype="nvp4")
 
 
 def damage(folder: Path, name: str, target: Path) -> Path:

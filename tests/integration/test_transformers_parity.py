@@ -85,7 +85,7 @@ def test_decode_of_64_tokens(pair: tuple[str, Any, Path]) -> None:
         ours.engine.step()
         steps += 1
     assert steps >= 64
-    assert next(reversed(ours.engine._plans)).kind == "decode"
+    assert next(reversed(ours.engine.compiler._plans)).kind == "decode"
     assert all(len(sequence.rows[at]) == 1 for at in range(len(prompt) - 1, sequence.length))
     assert_close(sequence.logits()[len(prompt) - 1 :], rows)
 

@@ -61,6 +61,43 @@ def nvfp4_kv(x: Any) -> F64:
     return (codes * scale).reshape(x.shape)
 
 
+def nvfp4_shift3(x: Any) -> F64:
+    """Cached values x = code * scale, as a kernel reads them that rounds scale / 8 to E4M3 first.
+
+    The scale is found again as amax / 6: the largest code of a group is 6 unless the scale is an E4M3 subnormal.
+    """
+    g = _groups(x, 16)
+    scale = np.abs(g).max(-1, keepdims=True) / 6
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.nan_to_num(g / scale)
+    return (nearest(codes * nearest(scale / 8, E4M3), E4M3) * 8).reshape(x.shape)
+
+
+def block_fp8(w: Any, block: int = 128) -> F64:
+    """One float32 scale per square block: amax / 448."""
+    out = np.zeros(w.shape)
+    for i in range(0, w.shape[0], block):
+        for j in range(0, w.shape[1], block):
+            tile = np.asarray(w[i : i + block, j : j + block], np.float32)
+            scale = np.abs(tile).max() / np.float32(448)
+            out[i : i + block, j : j + block] = nearest(tile / scale, E4M3) * float(scale) if scale else 0
+    return out
+
+
+def shared_scale(parts: list[tuple[Any, Any, float]]) -> list[F64]:
+    """Matrices (E2M1 values, E4M3 scales per 16, G) under the smallest G, whose reciprocal is rounded to BF16."""
+    common = min(np.float32(g) for _, _, g in parts)
+    out = []
+    for values, scale, g in parts:
+        new = (
+            scale
+            if np.float32(g) == common
+            else nearest(np.asarray(scale, np.float32) * (common / np.float32(g)), E4M3)
+        )
+        out.append(np.asarray(values) * np.repeat(new, 16, -1) * float(bf16(np.float32(1) / common)))
+    return out
+
+
 def nvfp4_token(x: Any) -> F64:
     """FC1 input: an outer float32 scale per token, then per 16; in float32 as the rule says."""
     token = np.maximum(np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True), np.float32(1e-12)) / np.float32(2688)

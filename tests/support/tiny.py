@@ -11,6 +11,8 @@ import torch
 from tests.support import numerics
 
 from m31.config import Moe, SparseAttention, SwigluOai, Text
+from m31.engine.api import STEPS
+from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine
 from m31.formats import mxfp8, nvfp4
 from m31.formats.arithmetic import ArithmeticSpec, parse
@@ -19,6 +21,7 @@ from m31.graph import Call, ModelGraph, Rounding, trace
 from m31.ops import StateType, WeightDecl
 from m31.ops.moe import activation
 from m31.sdk.backend import KVSpec
+from m31.sdk.serving import Serving
 from m31_reference.session import ReferenceBackend
 
 
@@ -168,6 +171,31 @@ def dequantised(values: Mapping[str, torch.Tensor | Quantised]) -> dict[str, tor
     return {name: v if isinstance(v, torch.Tensor) else v.value for name, v in values.items()}
 
 
+def transformed(values: Mapping[str, torch.Tensor | Quantised], spec: ArithmeticSpec) -> dict[str, torch.Tensor]:
+    """The values behind quantised weights after the arithmetic's transform, in numpy."""
+    out = dequantised(values)
+    for name, held_ in values.items():
+        if isinstance(held_, torch.Tensor):
+            continue
+        if held_.format == "mxfp8" and spec.linear_weights:
+            out[name] = torch.from_numpy(numerics.block_fp8(held_.value.numpy()))
+        elif held_.format == "nvfp4" and spec.expert_weights == "nvfp4-to-mxfp8":
+            out[name] = torch.from_numpy(numerics.mxfp8(held_.value.numpy()))
+        elif held_.format == "nvfp4" and spec.expert_weights:
+            group = [name] if ".w2." in name else [name.replace(".w3.", ".w1."), name.replace(".w1.", ".w3.")]
+            made = numerics.shared_scale([_elements(values[n]) for n in group])
+            out[name] = torch.from_numpy(made[group.index(name)])
+    return out
+
+
+def _elements(tensor: torch.Tensor | Quantised) -> tuple[np.ndarray, np.ndarray, float]:
+    assert isinstance(tensor, Quantised)
+    packed = tensor.stored["packed"].numpy()
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
+    values = numerics.E2M1[codes & 7] * np.where(codes & 8, -1, 1)
+    return values, tensor.stored["scale"].double().numpy(), float(tensor.stored["global_scale"])
+
+
 def input_scales(values: Mapping[str, torch.Tensor | Quantised]) -> dict[str, float]:
     """input_global_scale of every NVFP4 weight."""
     return {n: float(v.stored["input_global_scale"]) for n, v in values.items() if getattr(v, "format", "") == "nvfp4"}
@@ -204,20 +232,17 @@ def engine(
     graph = trace(description, Rounding.of(session.numerics, spec.kv_format, spec.index_format))
     cache = session.kv_layout(spec).allocate(pages)
     cache.poison(range(pages))
-    handles = {}
-    for call in graph.calls:
-        if call.op.weights is not None:
-            slots = {s: held(t.name, values[t.name]) for s, t in call.op.weights.slots.items()}
-            handles[call.op.weights.name] = session.prepare(call.op, slots)
-    return Engine(
-        session=session,
-        who="reference",
-        graph=graph,
-        handles=handles,
-        cache=cache,
-        page_tokens=spec.page_tokens,
-        chunk_tokens=chunk,
-    )
+    serving = Serving("reference", session)
+    compiler = Compiler(serving, graph, whole(serving, lambda name: held(name, values[name])))  # type: ignore[arg-type, return-value]
+    for step in STEPS:  # as m31.load does: the weights are checked now
+        compiler.bind(step)
+    return Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=chunk)
+
+
+def handle_of(engine: Engine, name: str) -> Any:
+    """The reference's prepared weights by the name of their declaration."""
+    handles = engine.compiler.weights._handles
+    return next(handle for (_, tensors), handle in handles.items() if tensors[0].startswith(f"{name}."))
 
 
 def naive_logits(
@@ -287,7 +312,8 @@ class Naive:
         a, op = self.arithmetic, call.op
         name, naive = op.spec.name, op.spec.naive
         if name == "linear" and a.linear_activation:
-            (y,) = naive(op.attrs, numerics.mxfp8(args[0]), args[1])
+            quantise = numerics.bf16 if a.linear_activation == "bfloat16" else numerics.mxfp8
+            (y,) = naive(op.attrs, quantise(args[0]), args[1])
             return (numerics.bf16(y),)
         if name == "experts" and (a.expert_input or a.expert_middle):
             assert op.weights is not None
@@ -301,7 +327,10 @@ class Naive:
             return naive(op.attrs, args[0], numerics.STORED[self.index](args[1]), args[2])
         if name in ("block_scores", "sparse_attention", "dense_attention"):
             q, state, *rest = args
-            return naive(op.attrs, numerics.e4m3(q) if a.query else q, self._read(state), *rest)
+            q = numerics.e4m3(q) if a.query == "e4m3" else q
+            if a.probability and name != "block_scores":
+                return (self._attend(name, op.attrs, q, self._read(state), *rest),)
+            return naive(op.attrs, q, self._read(state), *rest)
         return naive(op.attrs, *args)
 
     def _read(self, state: dict[tuple[int, str], Any]) -> dict[tuple[int, str], Any]:
@@ -309,14 +338,39 @@ class Naive:
         if self.arithmetic.kv_read == "exact":
             return state
         formats = {"k": self.kv, "v": self.kv, "index": self.index}
+        read = numerics.e4m3 if self.arithmetic.kv_read == "e4m3" else numerics.nvfp4_shift3
         return {
-            key: np.where(np.isnan(x), np.nan, numerics.e4m3(np.nan_to_num(x))) if formats[key[1]] == "nvfp4" else x
+            key: np.where(np.isnan(x), np.nan, read(np.nan_to_num(x))) if formats[key[1]] == "nvfp4" else x
             for key, x in state.items()
         }
 
+    def _attend(self, name: str, attrs: Any, q: Any, state: Any, *rest: Any) -> Any:
+        """One query, one head, one key at a time; the weights rounded to E4M3, their sum not (MODEL.md §3.4)."""
+        blocks = rest[0] if name == "sparse_attention" else None
+        positions, cu_q, _, page_table = rest[-4:]
+        k, v = state[attrs["layer"], "k"], state[attrs["layer"], "v"]
+        page, out = k.shape[2], np.zeros((len(q), q.shape[1] * q.shape[2]))
+        for s, table in enumerate(page_table):
+            for t in range(cu_q[s], cu_q[s + 1]):
+                for j in range(q.shape[1]):
+                    h = j // (q.shape[1] // attrs["kv_heads"])
+                    chosen = range(positions[t] // page + 1) if blocks is None else [b for b in blocks[t, h] if b >= 0]
+                    keys = [b * page + i for b in chosen for i in range(page) if b * page + i <= positions[t]]
+                    score = np.array([q[t, j] @ k[table[n // page], h, n % page] for n in keys]) * attrs["scale"]
+                    p = np.exp(score - score.max())
+                    weight = numerics.e4m3(448 * p) / 448 / p.sum()
+                    values = np.stack([v[table[n // page], h, n % page] for n in keys])
+                    out[t, j * q.shape[2] : (j + 1) * q.shape[2]] = weight @ values
+        return out
+
     def _experts(self, attrs: Any, decl: WeightDecl, h: Any, ids: Any, weights: Any, w: Any) -> Any:
         a, out = self.arithmetic, np.zeros_like(h)
-        first = {"nvfp4-token": numerics.nvfp4_token, "mxfp8": numerics.mxfp8, None: lambda x: x}[a.expert_input]
+        first = {
+            "nvfp4-token": numerics.nvfp4_token,
+            "mxfp8": numerics.mxfp8,
+            "bfloat16": numerics.bf16,
+            None: lambda x: x,
+        }[a.expert_input]
         for t in range(len(h)):
             x = first(h[t : t + 1])[0]
             for e, p in zip(ids[t], weights[t], strict=True):
@@ -325,6 +379,6 @@ class Naive:
                 if a.expert_middle == "nvfp4-static":
                     middle = numerics.nvfp4_static(middle, self.input_scales[decl.slots[f"w2.{e}"].name])
                 elif a.expert_middle:
-                    middle = numerics.mxfp8(middle)
+                    middle = numerics.bf16(middle) if a.expert_middle == "bfloat16" else numerics.mxfp8(middle)
                 out[t] += attrs["routed_scaling_factor"] * p * numerics.bf16(w[f"w2.{e}"] @ middle)
         return out

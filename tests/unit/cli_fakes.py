@@ -89,6 +89,7 @@ class FakeModel:
         default_factory=lambda: {"weights": "bf16", "kv": "float32", "index": "float32", "compute": "float32"}
     )
     notes: Sequence[str] = ()
+    fallback_calls: Mapping[str, int] = field(default_factory=dict)
     endless: bool = False
     prefill_seconds: float = 0.0
     step_seconds: float = 0.0

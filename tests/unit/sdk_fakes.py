@@ -39,6 +39,7 @@ def manifest_text(name: str, /, **changes: Any) -> str:
         "conformance": "none",
         "ops": "all",
         "fallback": [],
+        "arithmetic": ["exact"],
         "device": {"kind": "cpu"},
         "packages": {},
         "formats": {"weights": ["bfloat16"], "experts": ["bfloat16"], "kv": ["bfloat16"], "index": ["bfloat16"]},

@@ -130,7 +130,7 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
     words = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 3 --stop A --stop B"
     words += " --repetition-penalty 1.1 --presence-penalty 0.2 --ignore-eos"
     words += " --backend reference --device cpu --dtype float64 --max-context 512"
-    words += " --kv-dtype fp8 --index-dtype int8 --arithmetic w8a8-mxfp8"
+    words += " --kv-dtype fp8 --index-dtype int8 --arithmetic w8a8-mxfp8 --v-scale-order token_quad"
     assert main(["run", *words.split(), "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {
         "max_tokens": 5,
@@ -145,14 +145,14 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
         "ignore_eos": True,
     }
     options = {"backend": "reference", "device": "cpu", "dtype": "float64", "max_context": 512}
-    formats = {"kv_dtype": "fp8", "index_dtype": "int8", "arithmetic": "w8a8-mxfp8"}
+    formats = {"kv_dtype": "fp8", "index_dtype": "int8", "arithmetic": "w8a8-mxfp8", "v_scale_order": "token_quad"}
     assert fake.loads == [(Path("ckpt"), options | formats)]
 
 
 def test_flags_not_given_keep_the_librarys_defaults(fake: FakeModel) -> None:
     assert main(["run", "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {}
-    unset = ("backend", "device", "kv_dtype", "index_dtype", "arithmetic", "max_context")
+    unset = ("backend", "device", "kv_dtype", "index_dtype", "v_scale_order", "arithmetic", "max_context")
     assert fake.loads[0][1] == {"dtype": "float32", **dict.fromkeys(unset)}
 
 

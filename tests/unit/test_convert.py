@@ -112,6 +112,52 @@ def test_calibrated_scales_are_carried_over_or_replaced(flash: Checkpoint, bf16:
         run(bf16, tmp_path / "d", "m31", input_scales={"model.norm.weight": 1.0})
 
 
+def global_scale(checkpoint: Checkpoint, name: str) -> float:
+    tensor = checkpoint.tensor(name)
+    assert isinstance(tensor, QuantizedTensor)
+    return float(tensor.parts()["global_scale"].load())
+
+
+def test_gate_and_up_share_a_global_scale_on_request(flash: Checkpoint, bf16: Path, tmp_path: Path) -> None:
+    """Some kernels take one scale per expert (MODEL.md §3.2): the larger matrix decides."""
+    joint = run(bf16, tmp_path / "a", "m31", joint_gate_up=True)
+    experts = [name for name in joint.names if ".experts." in name]
+    assert experts
+    for name in experts:
+        own = global_scale(flash, name)
+        if name.endswith(".w2.weight"):
+            assert global_scale(joint, name) == own
+            continue
+        gate, up = (name.rsplit(".", 2)[0] + f".{m}.weight" for m in ("w1", "w3"))
+        assert global_scale(joint, name) == min(global_scale(flash, gate), global_scale(flash, up))
+    assert any(global_scale(joint, name) != global_scale(flash, name) for name in experts)
+    for source, target in ((joint.folder, "m31"), (bf16, "bf16"), (bf16, "m3-mxfp8")):
+        with pytest.raises(CheckpointError, match="no expert is quantised to NVFP4 here"):
+            run(source, tmp_path / "b", target, joint_gate_up=True)
+
+
+def test_the_calibration_file(bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text(json.dumps({EXPERT: 12.5}))
+    command = ["convert", str(bf16), str(tmp_path / "x"), "--format", "m31", "--input-scales", str(file)]
+    assert main(command) == 0
+    tensor = Checkpoint.open(tmp_path / "x").tensor(EXPERT)
+    assert isinstance(tensor, QuantizedTensor)
+    assert float(tensor.parts()["input_global_scale"].load()) == 12.5
+    for content, message in (
+        ("{", "JSON"),
+        ('{"a": 1, "a": 2}', "'a'"),
+        (f'{{"{EXPERT}": "1"}}', "'1'; expected a number"),
+        (f'{{"{EXPERT}": 0}}', "is 0; expected a finite number above zero"),
+        ('{"model.norm.weight": 1}', "given for 'model.norm.weight'"),
+    ):
+        file.write_text(content)
+        assert main([*command[:2], str(tmp_path / "y"), *command[3:]]) == 1
+        assert message in capsys.readouterr().err
+    assert main([*command[:2], str(tmp_path / "y"), *command[3:-1], str(tmp_path / "absent")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
 def test_modelopt_converts_to_the_official_dialect(tmp_path: Path) -> None:
     source = write_quantised(tmp_path / "s", bf16_config(), "m31")
     other = write_modelopt(tmp_path / "m", bf16_config(), to_modelopt(stored_tensors(source)))

@@ -69,13 +69,13 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def compiled(engine: Engine) -> list[StepClass]:
     """The step classes that the engine compiles from now on."""
     seen: list[StepClass] = []
-    real = engine.session.compile
+    real = engine.compiler.serving.session.compile
 
     def compile_(bound: Any, step: StepClass) -> Any:
         seen.append(step)
         return real(bound, step)
 
-    engine.session.compile = compile_  # type: ignore[method-assign]
+    engine.compiler.serving.session.compile = compile_  # type: ignore[method-assign]
     return seen
 
 
@@ -168,16 +168,16 @@ def test_plans_are_kept_for_eight_step_classes_the_least_recent_goes() -> None:
         run(n)
     assert [step.tokens for step in steps] == lengths
     run(1)  # the oldest plan is now the most recent
-    assert len(steps) == len(engine._plans) == 8
+    assert len(steps) == len(engine.compiler._plans) == 8
     run(256)  # takes the place of the class of 2
     assert len(steps) == 9
-    assert len(engine._plans) == 8
+    assert len(engine.compiler._plans) == 8
     run(1)
     run(4)
     assert len(steps) == 9
     run(2)
     assert [step.tokens for step in steps[8:]] == [256, 2]
-    assert len(engine._plans) == 8
+    assert len(engine.compiler._plans) == 8
 
 
 # --- admission -------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Interrupt(BaseException):
 def fail_in_the_plan(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int, *, before: bool) -> None:
     """Run number `at` raises, before or after the forward pass has written the cache."""
     calls = iter(range(10**6))
-    real = engine.session.compile
+    real = engine.compiler.serving.session.compile
 
     class Faulty:
         def __init__(self, plan: Any) -> None:
@@ -270,7 +270,7 @@ def fail_in_the_plan(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int, *
                 raise Interrupt
             return logits
 
-    engine.session.compile = lambda bound, step: Faulty(real(bound, step))  # type: ignore[method-assign,return-value,assignment]
+    engine.compiler.serving.session.compile = lambda bound, step: Faulty(real(bound, step))  # type: ignore[method-assign,return-value,assignment]
 
 
 def fail_in_sampling(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int) -> None:

@@ -20,13 +20,19 @@ def test_names_are_the_specs_own() -> None:
 
 def test_what_the_names_mean() -> None:
     assert NAMED["exact"].exact
-    assert NAMED["w4a16"].exact
+    assert not NAMED["w4a16"].exact
     assert NAMED["w4a16"].same_numbers(NAMED["w16a16"])
     assert not NAMED["w4a4-megamoe"].exact
     mega, q8 = NAMED["w4a4-megamoe"], NAMED["w4a4-q8kv4"]
     assert (mega.linear_activation, mega.expert_input, mega.expert_middle) == ("mxfp8", "nvfp4-token", "nvfp4-static")
-    assert (mega.query, mega.kv_read) == (None, "exact")
-    assert dataclasses.replace(q8, name="w4a4-megamoe", query=None, kv_read="exact") == mega
+    assert (mega.query, mega.kv_read, mega.probability) == ("bfloat16", "exact", None)
+    assert (q8.query, q8.kv_read, q8.probability) == ("e4m3", "e4m3", "e4m3")
+    assert dataclasses.replace(q8, name=mega.name, query="bfloat16", kv_read="exact", probability=None) == mega
+    weights = {name: (spec.linear_weights, spec.expert_weights) for name, spec in NAMED.items()}
+    assert weights["w8a8-mxfp8"] == (None, "nvfp4-to-mxfp8")
+    assert weights["w4a16-shared-scale"] == (None, "nvfp4-shared-scale")
+    assert weights["w4a16-block-fp8"] == ("mxfp8-to-block-fp8", None)
+    assert weights["w4a16"] == weights["w4a4-q8kv4"] == (None, None)
 
 
 @pytest.mark.parametrize("text", ["w4a4-q8kv4", "w4a4 q8kv4", "W4A4_Q8KV4", " w4a4  q8kv4 "])

@@ -66,6 +66,49 @@ def test_static_inputs_equal_the_scalar_rule(xs: list[float], g: float) -> None:
     assert torch.equal(back, nvfp4.decode_kv(packed, sf) * s)
 
 
+def amax_sweep(g: float) -> torch.Tensor:
+    """Float32 amax of every exponent, subnormals too, and beside every step of sf = E4M3(amax / 6 * g)."""
+    values = torch.arange(0x7F, dtype=torch.uint8)
+    steps = fp8.decode(values).double()
+    middles = torch.cat([(steps[1:] + steps[:-1]) / 2, steps, torch.tensor([464.0], dtype=torch.float64)]) * 6 / g
+    bits = middles.float().view(torch.int32)[:, None] + torch.arange(-2, 3, dtype=torch.int32)
+    mantissas = torch.tensor([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF], dtype=torch.int32)
+    exponents = (torch.arange(255, dtype=torch.int32)[:, None] << 23) | mantissas
+    both = torch.cat([bits.flatten(), exponents.flatten()])
+    return both[both > 0].view(torch.float32)
+
+
+@pytest.mark.parametrize("g", [1.0, 2.0**-100, 448.0, scalar.f32(1.3e6), scalar.f32(1.7e-4), 2.0**60])
+def test_scales_over_every_exponent_of_amax(g: float) -> None:
+    """Weights (G) and FC2's input (1 / s), against the scalar rule and, for the scale, against real arithmetic."""
+    amax = amax_sweep(g)
+    x = torch.zeros(len(amax), 16)
+    x[:, 3], x[:, 9] = amax, -amax / 3
+    weights, static = nvfp4.encode(x, torch.tensor([g])), nvfp4.encode_static(x, torch.tensor([g]))
+    for i, xs in enumerate(x.tolist()):
+        assert plain(weights.packed[i], weights.scale[i]) == scalar.nvfp4_encode(xs, g)
+        assert plain(static[0][i], static[1][i]) == scalar.nvfp4_encode_static(xs, g)
+    # Two roundings to float32 lie between amax and the ratio: beside a step the real ratio may say the other code.
+    ratio = amax.double() / 6 * g
+    lower, upper = (fp8.encode((ratio * (1 + e)).float()).view(torch.uint8).int() for e in (-(2.0**-22), 2.0**-22))
+    got = weights.scale.view(torch.uint8).flatten().int()
+    assert bool(((got >= lower) & (got <= upper)).all())
+    assert set(got.tolist()) == set(range(0x7F))
+
+
+def test_the_cache_scale_over_every_bfloat16() -> None:
+    """All 32,640 positive finite amax: sf is the E4M3 number nearest to amax / 6, stated in float64 (MODEL.md §3.4)."""
+    amax = torch.arange(1, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.zeros(len(amax), 16, dtype=torch.bfloat16)
+    x[:, 5] = -amax
+    _, sf = nvfp4.encode_kv(x)
+    table = fp8.decode(torch.arange(0x7F, dtype=torch.uint8)).double()
+    exact = (amax.double() / 6).clamp(max=448.0)
+    distance = (sf.double().flatten() - exact).abs()
+    assert torch.equal(distance, (table[None] - exact[:, None]).abs().amin(1))
+    assert int(sf.view(torch.uint8).max()) == 0x7E
+
+
 def test_codes_are_computed_with_the_rounded_scale() -> None:  # BUG-47
     x = torch.zeros(1, 32)
     x[0, 0] = 6.0  # G = 448

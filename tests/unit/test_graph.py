@@ -12,8 +12,9 @@ from tests.support import tiny
 
 from m31 import checkpoint, config
 from m31.errors import GraphError, NoKernel, OpRefused
-from m31.graph import DefaultPlan, Kernel, OpInstance, Refusal, StepBatch, StepClass, bind, infer, trace
+from m31.graph import DefaultPlan, Kernel, OpInstance, Refusal, StepBatch, StepClass, assign, infer, trace
 from m31.ops import TensorType
+from m31.sdk.serving import Serving
 from m31_reference.session import ReferenceBackend
 
 STEP = StepClass(kind="mixed", q_len=0, tokens=8, seqs=2, rows=2, pages=16)
@@ -112,12 +113,7 @@ def test_binding_lists_every_op_that_a_backend_lacks() -> None:
     with pytest.raises(
         NoKernel, match=r"backend x: no kernel for experts \(no experts here\), router \(no router here\)"
     ):
-        bind(trace(tiny.text()), Lacking(), STEP, {}, "x")
-
-
-def test_binding_needs_every_weight() -> None:
-    with pytest.raises(GraphError, match=r"weights were not prepared, e.g. 'lm_head'"):
-        bind(trace(tiny.text()), session(), STEP, {}, "x")
+        assign(trace(tiny.text()), Serving("x", Lacking()), STEP)  # type: ignore[arg-type]
 
 
 def test_buffers_are_shared_between_values_that_do_not_overlap() -> None:
@@ -126,8 +122,9 @@ def test_buffers_are_shared_between_values_that_do_not_overlap() -> None:
     for layers in (4, 8):
         description = tiny.text(num_layers=layers)
         engine = tiny.engine(description, tiny.weights(trace(description), 0), dtype="float64")
-        bound = bind(engine._graph, engine.session, STEP, engine._handles, "x")
-        sizes.append(DefaultPlan(bound, STEP, engine.session.dtypes, engine.session.device).buffer_bytes)
+        session = engine.compiler.serving.session
+        bound = engine.compiler.bind(STEP)
+        sizes.append(DefaultPlan(bound, STEP, session.dtypes, session.device).buffer_bytes)
     assert sizes[0] == sizes[1]
 
 

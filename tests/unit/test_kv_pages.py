@@ -40,7 +40,7 @@ def spec(kv: str, index: str, order: ScaleOrder = "linear") -> KVSpec:
 
 
 def cache(kv: str, index: str, order: ScaleOrder = "linear", pages: int = 5) -> PagedCache:
-    made = PagedLayout(spec(kv, index, order), CPU, rounded=False).allocate(pages)
+    made = PagedLayout(spec(kv, index, order), CPU, read="exact").allocate(pages)
     made.poison(range(pages))
     return made
 
@@ -97,7 +97,7 @@ def test_bytes_per_token_of_the_published_model(kv: Any, index: Any, total: int)
     of = KVSpec.of(text, kv, index)
     assert of.main_bytes == {"nvfp4": 34_560, "fp8": 61_440, "bfloat16": 122_880}[kv]
     assert of.main_bytes + of.index_bytes == total
-    made = PagedLayout(of, CPU, rounded=False)
+    made = PagedLayout(of, CPU, read="exact")
     assert made.page_bytes == 128 * total
 
 
@@ -161,7 +161,7 @@ def test_scale_orders(kind: str) -> None:
     _, scale = nvfp4.encode_kv(x)
     bytes_ = {}
     for order in ("linear", "token_quad"):
-        made = PagedLayout(dataclasses.replace(geometry, v_scale_order=order), CPU, rounded=False).allocate(2)
+        made = PagedLayout(dataclasses.replace(geometry, v_scale_order=order), CPU, read="exact").allocate(2)
         store = getattr(made, kind)[0]
         store.write(torch.ones(128, dtype=torch.int64), torch.arange(128), x)
         bytes_[order] = store.parts["scale"][1].reshape(2, -1)
@@ -179,7 +179,7 @@ def test_the_fast_decoder_is_the_format(rounded: bool) -> None:
     """All 256 bytes under all 256 scales, NaN included: what kernels read equals `m31.formats`, bit for bit."""
     packed = torch.arange(256, dtype=torch.uint8).view(1, 32, 8).expand(256, 32, 8)
     scale = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 32, 1).contiguous()
-    got = Nvfp4("linear", rounded=rounded).decode({"packed": packed, "scale": scale}, torch.float32)
+    got = Nvfp4("linear", "e4m3" if rounded else "exact").decode({"packed": packed, "scale": scale}, torch.float32)
     decode = nvfp4.decode_kv_e4m3 if rounded else nvfp4.decode_kv
     want = decode(packed, scale.view(torch.float8_e4m3fn))
     assert torch.equal(got.isnan(), want.isnan())
@@ -221,10 +221,10 @@ def test_poison_copy_export_import(kv: str, index: str) -> None:
 
 
 def test_every_choice_is_a_layout_of_its_own() -> None:
-    ids = {PagedLayout(spec(kv, index), CPU, rounded=False).layout_id for kv in KV for index in INDEX}
+    ids = {PagedLayout(spec(kv, index), CPU, read="exact").layout_id for kv in KV for index in INDEX}
     assert len(ids) == len(KV) * len(INDEX)
     base = spec("nvfp4", "nvfp4")
-    name = PagedLayout(base, CPU, rounded=False).layout_id
+    name = PagedLayout(base, CPU, read="exact").layout_id
     changes: list[dict[str, Any]] = [
         {"v_scale_order": "token_quad"},
         {"head_shard": (0, 2)},
@@ -234,9 +234,9 @@ def test_every_choice_is_a_layout_of_its_own() -> None:
         {"page_tokens": 128},
         {"head_dim": 64},
     ]
-    others = [PagedLayout(dataclasses.replace(base, **c), CPU, rounded=False).layout_id for c in changes]
+    others = [PagedLayout(dataclasses.replace(base, **c), CPU, read="exact").layout_id for c in changes]
     assert len({name, *others}) == len(changes) + 1
-    assert PagedLayout(base, CPU, rounded=True).layout_id == name  # how it is read is not how it is stored
+    assert PagedLayout(base, CPU, read="e4m3").layout_id == name  # how it is read is not how it is stored
     assert base.name("m31-reference", 3) != name
     assert name == (
         "m31-reference:v2:kv=nvfp4/v-scales-linear:index=nvfp4:heads=2x32,shard0of1:page=8:index_dim=48:layers=1i1-"
@@ -276,12 +276,12 @@ def test_geometry_that_a_format_cannot_hold_is_refused() -> None:
     with pytest.raises(
         BackendRefused, match=r"vectors of 24 elements cannot be stored as NVFP4; expected a multiple of 16"
     ):
-        PagedLayout(odd, CPU, rounded=False).allocate(1)
+        PagedLayout(odd, CPU, read="exact").allocate(1)
     ragged = dataclasses.replace(SPEC, page_tokens=6, kv_format="nvfp4", v_scale_order="token_quad")
     with pytest.raises(BackendRefused, match="pages of 6 tokens have no token-quad order"):
-        PagedLayout(ragged, CPU, rounded=False).allocate(1)
+        PagedLayout(ragged, CPU, read="exact").allocate(1)
     with pytest.raises(BackendRefused, match="K and V cannot be stored as int8"):
-        PagedLayout(spec("int8", "int8"), CPU, rounded=False)
+        PagedLayout(spec("int8", "int8"), CPU, read="exact")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -11,6 +11,7 @@ from tests.unit.test_whole_model import greedy, ids_for, logits
 
 from m31.errors import BackendRefused, NonFiniteWeight
 from m31.graph import trace
+from m31.parallel import WHOLE
 from m31_reference.session import ReferenceBackend, ReferenceSession
 from m31_reference.weights import DecodedCache
 
@@ -43,7 +44,7 @@ def test_a_quantised_model_equals_its_dequantised_twin(dtype: str, limit: int | 
     twin = tiny.dequantised(STORED)
     engine = tiny.engine(SMALL, STORED, dtype=dtype, weight_cache_bytes=limit)
     assert torch.equal(logits(engine, ids), logits(tiny.engine(SMALL, twin, dtype=dtype), ids))
-    decoded = engine.session.decoded  # type: ignore[attr-defined]
+    decoded = engine.compiler.serving.session.decoded  # type: ignore[attr-defined]
     assert decoded.held_bytes <= decoded.limit_bytes
     assert decoded.misses > 0
     assert decoded.hits > 0 if limit is None else limit or not decoded.held_bytes
@@ -61,7 +62,7 @@ def test_only_experts_that_are_hit_are_decoded() -> None:
     session = opened()
     call = experts_call()
     slots = slots_of(call)
-    handle = session.prepare(call.op, slots)
+    handle = session.prepare(call.op, slots, WHOLE)
     assert all(slot.loads == 0 for slot in slots.values())
     run = session.kernel(call.op, None).run  # type: ignore[arg-type, union-attr]
     out = torch.empty(3, 64)
@@ -74,12 +75,12 @@ def test_only_experts_that_are_hit_are_decoded() -> None:
 
 def test_dequantise_gives_the_values_that_are_used() -> None:
     call = experts_call()
-    handle = opened().prepare(call.op, slots_of(call))
+    handle = opened().prepare(call.op, slots_of(call), WHOLE)
     values = handle.dequantise()
     assert set(values) == set(call.op.weights.slots)
     for slot, value in values.items():
         assert torch.equal(value, STORED[call.op.weights.slots[slot].name].value)  # type: ignore[union-attr]
-    assert set(handle.formats.values()) == {"nvfp4"}
+    assert handle.in_place == set(values)  # decoded when used, from where the file is mapped
 
 
 def test_the_cache_is_least_recently_used_and_bounded() -> None:
@@ -145,7 +146,7 @@ def test_a_bf16_model_keeps_its_experts_in_the_file() -> None:
     ids = ids_for(SMALL, 20)
     engine = tiny.engine(SMALL, half, dtype="float32", weight_cache_bytes=2 * EXPERT_BYTES)
     assert torch.equal(logits(engine, ids), logits(tiny.engine(SMALL, full, dtype="float32"), ids))
-    assert 0 < engine.session.decoded.held_bytes <= 2 * EXPERT_BYTES  # type: ignore[attr-defined]
+    assert 0 < engine.compiler.serving.session.decoded.held_bytes <= 2 * EXPERT_BYTES  # type: ignore[attr-defined]
     assert greedy(engine, [ids], 3)
 
 

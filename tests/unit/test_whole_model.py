@@ -141,13 +141,13 @@ def test_a_plan_reuses_its_buffers_and_overwrites_all_it_reads() -> None:
     engine = tiny.engine(M31, values, dtype="float64")
     prompt = ids_for(M31, 21)
     first = logits(engine, prompt)
-    for plan, batch in engine._plans.values():
+    for plan, batch, _ in engine.compiler._plans.values():
         for buffer in plan._buffers.values():  # type: ignore[attr-defined]
             buffer.fill_(float("nan") if buffer.is_floating_point() else -(2**40))
         batch.tokens.fill_(10**9)
-    addresses = [b.data_ptr() for p, _ in engine._plans.values() for b in p._buffers.values()]  # type: ignore[attr-defined]
+    addresses = [b.data_ptr() for p, *_ in engine.compiler._plans.values() for b in p._buffers.values()]  # type: ignore[attr-defined]
     torch.testing.assert_close(logits(engine, prompt), first, rtol=0, atol=0)
-    assert addresses == [b.data_ptr() for p, _ in engine._plans.values() for b in p._buffers.values()]  # type: ignore[attr-defined]
+    assert addresses == [b.data_ptr() for p, *_ in engine.compiler._plans.values() for b in p._buffers.values()]  # type: ignore[attr-defined]
 
 
 def test_a_sequence_that_leaves_in_mid_step_keeps_its_pages_until_the_step_is_over() -> None:

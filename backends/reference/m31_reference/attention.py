@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from m31.formats import fp8
 from m31.graph import RunKernel
 from m31.ops import Attrs
 from m31_reference.cache import Store
@@ -39,7 +40,7 @@ def _spans(cu_q: Tensor, positions: Tensor, tile: int) -> Iterator[tuple[int, in
             row = end
 
 
-def _block_scores(attrs: Attrs) -> RunKernel:
+def _block_scores(attrs: Attrs, probability: str | None = None) -> RunKernel:
     layer = attrs["layer"]
 
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
@@ -67,7 +68,7 @@ def _block_scores(attrs: Attrs) -> RunKernel:
     return run
 
 
-def _block_select(attrs: Attrs) -> RunKernel:
+def _block_select(attrs: Attrs, probability: str | None = None) -> RunKernel:
     topk, block = attrs["topk"], attrs["block"]
     local, init = attrs["local_blocks"], attrs["init_blocks"]
 
@@ -91,7 +92,7 @@ def _block_select(attrs: Attrs) -> RunKernel:
     return run
 
 
-def _sparse_attention(attrs: Attrs) -> RunKernel:
+def _sparse_attention(attrs: Attrs, probability: str | None = None) -> RunKernel:
     layer, kv_heads, scale = attrs["layer"], attrs["kv_heads"], attrs["scale"]
 
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
@@ -103,7 +104,7 @@ def _sparse_attention(attrs: Attrs) -> RunKernel:
             table = page_table[s]
             if bounds[s + 1] - bounds[s] < _FEW:
                 for t in range(lo, hi):
-                    o_ThN[t] = _one_query(q_ThD[t], k, v, blocks_ThK[t], table, first + t - lo, scale)
+                    o_ThN[t] = _one_query(q_ThD[t], k, v, blocks_ThK[t], table, first + t - lo, scale, probability)
                 continue
             visible = last // page + 1
             causal = torch.arange(visible * page, device=q_ThD.device) <= positions[lo:hi, None]
@@ -120,7 +121,7 @@ def _sparse_attention(attrs: Attrs) -> RunKernel:
                 else:
                     mask = _additive(_allowed(keep, causal, union, page, valid), q_ThD.dtype)
                 pages = k.head(ids, h, q_ThD.dtype), v.head(ids, h, q_ThD.dtype)
-                o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, valid, mask, scale)
+                o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, valid, mask, scale, probability)
 
     return run
 
@@ -152,18 +153,38 @@ def _attend(
     valid: int,
     mask: Tensor,
     scale: float,
+    probability: str | None,
 ) -> Tensor:
     """Query heads of KV head `head` over the first `valid` tokens of k, v [tokens, D]; returns [n, heads * D]."""
     group = q_nhD.shape[1] // kv_heads
     q = q_nhD[:, head * group : (head + 1) * group].transpose(0, 1)
     k = k[:valid].expand(group, -1, -1)
     v = v[:valid].expand(group, -1, -1)
+    if probability is not None:
+        o = _weighted(torch.bmm(q, k.transpose(1, 2)) * scale + mask, v, probability)
+        return o.transpose(0, 1).flatten(1)
     o = functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask[None, None], scale=scale)
     return o[0].transpose(0, 1).flatten(1)
 
 
+def _weighted(logits: Tensor, v: Tensor, probability: str | None) -> Tensor:
+    """Softmax of logits [n, m, tokens] times v [n, tokens, D], the weights rounded as the arithmetic says."""
+    if probability is None:
+        return torch.bmm(torch.softmax(logits, -1), v)
+    p = torch.exp(logits - logits.amax(-1, keepdim=True))
+    rounded = fp8.decode(fp8.encode((p * fp8.E4M3_MAX).float(), saturate=True), p.dtype) / fp8.E4M3_MAX
+    return torch.bmm(rounded, v) / p.sum(-1, keepdim=True)
+
+
 def _one_query(
-    q_hD: Tensor, k: Store, v: Store, blocks_hK: Tensor, table: Tensor, position: int, scale: float
+    q_hD: Tensor,
+    k: Store,
+    v: Store,
+    blocks_hK: Tensor,
+    table: Tensor,
+    position: int,
+    scale: float,
+    probability: str | None,
 ) -> Tensor:
     """One query over its own blocks. Returns [kv_heads, group * D].
 
@@ -186,11 +207,11 @@ def _one_query(
         )
         q = q_hD.reshape(kv_heads, -1, q_hD.shape[-1])[heads]
         logits = torch.bmm(q, keys.transpose(1, 2)) * scale
-        out[heads] = torch.bmm(torch.softmax(logits, -1), values).flatten(1)
+        out[heads] = _weighted(logits, values, probability).flatten(1)
     return out
 
 
-def _dense_attention(attrs: Attrs) -> RunKernel:
+def _dense_attention(attrs: Attrs, probability: str | None = None) -> RunKernel:
     layer, kv_heads, scale = attrs["layer"], attrs["kv_heads"], attrs["scale"]
 
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
@@ -202,7 +223,7 @@ def _dense_attention(attrs: Attrs) -> RunKernel:
             mask = _additive(torch.arange(last + 1, device=q_ThD.device) <= positions[lo:hi, None], q_ThD.dtype)
             for h in range(kv_heads):
                 pages = k.head(ids, h, q_ThD.dtype), v.head(ids, h, q_ThD.dtype)
-                o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, last + 1, mask, scale)
+                o_ThN[lo:hi, h] = _attend(q_ThD[lo:hi], *pages, h, kv_heads, last + 1, mask, scale, probability)
 
     return run
 

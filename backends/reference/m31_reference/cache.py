@@ -53,18 +53,18 @@ class PagedLayout(KVLayout):
     Args:
         spec: what they hold.
         device: where.
-        rounded: NVFP4 pages are read as E4M3(E2M1 * scale); part of the arithmetic, not of the stored bytes.
+        read: how NVFP4 pages are read (`ArithmeticSpec.kv_read`); part of the arithmetic, not of the stored bytes.
     """
 
-    def __init__(self, spec: KVSpec, device: torch.device, *, rounded: bool) -> None:
+    def __init__(self, spec: KVSpec, device: torch.device, *, read: str) -> None:
         self.spec, self.device = spec, device
         self.layout_id = spec.name(MAKER, VERSION)
         self.page_bytes = spec.page_tokens * (spec.main_bytes + spec.index_bytes)
         if spec.kv_format not in ("float64", "float32", "bfloat16", "fp8", "nvfp4"):
             raise BackendRefused(f"K and V cannot be stored as {spec.kv_format}", where="KV pages")
-        self.k = codec(spec.kv_format, order="linear", rounded=rounded)
-        self.v = codec(spec.kv_format, order=spec.v_scale_order, rounded=rounded)
-        self.index = codec(spec.index_format, order="linear", rounded=rounded)
+        self.k = codec(spec.kv_format, order="linear", read=read)
+        self.v = codec(spec.kv_format, order=spec.v_scale_order, read=read)
+        self.index = codec(spec.index_format, order="linear", read=read)
 
     def allocate(self, pages: int) -> PagedCache:
         """See `KVLayout.allocate`. The memory is reserved; the system commits it page by page as it is written."""

@@ -21,6 +21,7 @@ from m31.formats.layout import ScaleOrder
 Parts = Mapping[str, Tensor]
 PLAIN = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAN_BYTE = 0x7F  # NaN in E4M3FN
+_SHIFT3 = 8.0  # a peer reads E4M3(scale / 8) and multiplies the result by 8 (§3.4)
 _QUAD = 4  # tokens whose scales lie together in the token-quad order
 
 
@@ -124,14 +125,15 @@ class Nvfp4(Codec):
 
     Args:
         order: of the scales inside a page: token by token, or by quads of tokens.
-        rounded: reading rule: round E2M1 * scale to E4M3, as a kernel does that multiplies in E4M3; else exact.
+        read: `ArithmeticSpec.kv_read`.
     """
 
     storage = torch.float32
 
-    def __init__(self, order: ScaleOrder, *, rounded: bool) -> None:
-        self.order, self.rounded = order, rounded
+    def __init__(self, order: ScaleOrder, read: str) -> None:
+        self.order, self.read = order, read
         self._e4m3 = _Table(fp8.decode)
+        self._shifted = _Table(lambda b: fp8.decode(fp8.encode(fp8.decode(b) / _SHIFT3)))
         # Both values of a byte as one 64-bit word.
         self._pairs = _Table(lambda b: e2m1.decode_packed(b[:, None], torch.float32).view(torch.int64).flatten())
 
@@ -165,11 +167,14 @@ class Nvfp4(Codec):
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """See `Codec.decode`."""
         linear = self._linear(parts["scale"])
-        scale = self._e4m3.take(linear).view(*linear.shape, 1)
+        shifted = self.read == "e4m3-shift3"
+        scale = (self._shifted if shifted else self._e4m3).take(linear).view(*linear.shape, 1)
         values = self._pairs.take(parts["packed"]).view(torch.float32)
         product = values.view(*linear.shape, nvfp4.GROUP).mul_(scale).flatten(-2)
-        if self.rounded:
+        if self.read != "exact":
             product = fp8.decode(fp8.encode(product, saturate=True))
+        if shifted:
+            product *= _SHIFT3
         return product.to(dtype)
 
     def exact(self, parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -222,10 +227,10 @@ class Int8(Codec):
         parts["codes"][pages] = 1
 
 
-def codec(name: str, *, order: ScaleOrder, rounded: bool) -> Codec:
-    """The codec of a format; `order` and `rounded` concern NVFP4."""
+def codec(name: str, *, order: ScaleOrder, read: str) -> Codec:
+    """The codec of a format; `order` and `read` concern NVFP4."""
     if name in PLAIN:
         return Plain(PLAIN[name])
     if name == "nvfp4":
-        return Nvfp4(order, rounded=rounded)
+        return Nvfp4(order, read)
     return {"fp8": Fp8, "int8": Int8}[name]()

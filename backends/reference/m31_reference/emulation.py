@@ -1,7 +1,7 @@
-"""Kernels of a named arithmetic that quantises activations (MODEL.md §2.5, §3.1, §3.2, §3.4).
+"""Kernels of a named arithmetic that rounds activations (MODEL.md §2.5, §3.1, §3.2, §3.4).
 
 Each kernel quantises and dequantises what the hardware would quantise, multiplies in the compute dtype, and rounds to
-BF16 what the hardware writes in BF16. Weights are the dequantised ones in every arithmetic.
+BF16 what the hardware writes in BF16. Weights are the dequantised ones, after the arithmetic's transform if it has one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from m31.formats import fp8, mxfp8, nvfp4
 from m31.formats.arithmetic import ArithmeticSpec
-from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, RunKernel
+from m31.graph import Arithmetic, OpInstance, Refusal, RunKernel
 from m31_reference.attention import ATTENTION
 from m31_reference.kernels import activate
 
@@ -25,11 +25,14 @@ Outs = Sequence[Any]
 Ins = Sequence[Any]
 Quantise = Callable[..., Tensor]
 _GROUPS = {"mxfp8": mxfp8.GROUP, "nvfp4-token": nvfp4.GROUP, "nvfp4-static": nvfp4.GROUP}
+_DYNAMIC: dict[str | None, Quantise] = {"mxfp8": mxfp8.quantise, "nvfp4-token": nvfp4.quantise_per_token}
 _READERS = ("block_scores", "sparse_attention", "dense_attention")
 
 
-def emulated(op: OpInstance, spec: ArithmeticSpec, compute: str, *, plain: bool) -> Kernel | Refusal | None:
-    """The kernel of an op under `spec`, why there is none, or None where the arithmetic leaves the op exact.
+def emulated(
+    op: OpInstance, spec: ArithmeticSpec, compute: str, *, plain: bool
+) -> tuple[RunKernel, Arithmetic] | Refusal | None:
+    """How an op is computed under `spec`, why it is not, or None where the arithmetic leaves the op exact.
 
     Args:
         op: the instance.
@@ -39,11 +42,12 @@ def emulated(op: OpInstance, spec: ArithmeticSpec, compute: str, *, plain: bool)
     """
     name = op.spec.name
     if name == "linear" and spec.linear_activation is not None:
-        if plain:
-            return Kernel(_plain_linear, Arithmetic(f"bfloat16*{compute}", compute, "bfloat16"), 0)
+        if plain or spec.linear_activation == "bfloat16":
+            return _plain_linear, Arithmetic(f"bfloat16*{compute}", compute, "bfloat16")
         width = op.inputs[0].shape[1]  # type: ignore[union-attr]
-        return _refused(spec.linear_activation, int(width), "inputs") or Kernel(
-            _linear, Arithmetic(f"{spec.linear_activation}*{compute}", compute, "bfloat16"), 0
+        return _refused(spec.linear_activation, int(width), "inputs") or (
+            _linear,
+            Arithmetic(f"{spec.linear_activation}*{compute}", compute, "bfloat16"),
         )
     if name == "experts" and (spec.expert_input is not None or spec.expert_middle is not None):
         decl = op.weights
@@ -53,17 +57,19 @@ def emulated(op: OpInstance, spec: ArithmeticSpec, compute: str, *, plain: bool)
         return (
             _refused(spec.expert_input, width, "inputs")
             or _refused(spec.expert_middle, inner, "inner channels")
-            or Kernel(_experts(op, spec), Arithmetic(operands, compute, compute), 0)
+            or (_experts(op, spec), Arithmetic(operands, compute, compute))
         )
-    if name in _READERS and (spec.query is not None or spec.kv_read != "exact"):
-        operands = f"{spec.query or compute}*{'e4m3' if spec.kv_read == 'e4m3' else compute}"
-        run = ATTENTION[name](op.attrs)
-        return Kernel(run if spec.query is None else _e4m3_query(run), Arithmetic(operands, compute, compute), 0)
+    if name in _READERS and (spec.query, spec.kv_read, spec.probability) != (None, "exact", None):
+        operands = f"{spec.query or compute}*{compute if spec.kv_read == 'exact' else spec.kv_read}"
+        if spec.probability and name != "block_scores":
+            operands += f", {spec.probability}*{operands.partition('*')[2]}"
+        run = ATTENTION[name](op.attrs, spec.probability)
+        return run if spec.query != "e4m3" else _e4m3_query(run), Arithmetic(operands, compute, compute)
     return None
 
 
 def _refused(kind: str | None, size: int, what: str) -> Refusal | None:
-    if kind is None or size % _GROUPS[kind] == 0:
+    if kind not in _GROUPS or size % _GROUPS[kind] == 0:
         return None
     return Refusal(f"{kind} needs a multiple of {_GROUPS[kind]} {what}, this op has {size}")
 
@@ -87,17 +93,16 @@ def _plain_linear(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) ->
 
 
 def _experts(op: OpInstance, spec: ArithmeticSpec) -> RunKernel:
-    """FC1 on the quantised input, its result in BF16, the activation in the compute dtype, FC2 on the quantised
-    activation, its result in BF16, the weighted sum in the compute dtype."""
+    """FC1 on the quantised input (a BF16 one was rounded by the node before), its result in BF16, the activation in the
+    compute dtype, FC2 on the quantised activation, its result in BF16, the weighted sum in the compute dtype."""
     attrs = op.attrs
     params = (attrs["alpha"], attrs["beta"], attrs["limit"])
     factor = attrs["routed_scaling_factor"]
 
     def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         h_TC, ids_TK, weights_TK = ins
-        if spec.expert_input is not None:
-            quantise = nvfp4.quantise_per_token if spec.expert_input == "nvfp4-token" else mxfp8.quantise
-            h_TC = _through(quantise, h_TC)
+        if spec.expert_input in _DYNAMIC:
+            h_TC = _through(_DYNAMIC[spec.expert_input], h_TC)
         out = outs[0].zero_()
         for expert in ids_TK.unique().tolist():
             token, slot = (ids_TK == expert).nonzero(as_tuple=True)
@@ -108,6 +113,8 @@ def _experts(op: OpInstance, spec: ArithmeticSpec) -> RunKernel:
             if spec.expert_middle == "nvfp4-static":
                 scale = w.input_scale[f"w2.{expert}"]
                 middle = nvfp4.quantise_static(middle.float(), scale, nonfinite="propagate").to(middle.dtype)
+            elif spec.expert_middle == "bfloat16":
+                middle = _bf16(middle)
             elif spec.expert_middle is not None:
                 middle = _through(mxfp8.quantise, middle)
             y = _bf16(middle @ w.tensors[f"w2.{expert}"].t())

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from m31.errors import BackendRefused, NonFiniteWeight
+from m31.formats import nvfp4
 from m31.formats.arithmetic import ArithmeticSpec, parse
-from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, StepClass
+from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, Shard, StepClass
 from m31.sdk.backend import Backend, KVFormat, KVLayout, KVSpec, LazyTensor, Limits, Session
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import PagedLayout
 from m31_reference.emulation import emulated
 from m31_reference.kernels import KERNELS
 from m31_reference.memory import available_host_memory
-from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite
+from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite, transformed
 
 if TYPE_CHECKING:
     from m31.config import Model
@@ -33,6 +34,7 @@ class ReferenceSession(Session):
         self, device: torch.device, dtype: torch.dtype, numerics: ArithmeticSpec, weight_cache_bytes: int | None
     ) -> None:
         self.device, self.numerics = device, numerics
+        self.notes: list[str] = []
         self.dtypes = {"model": dtype, "accum": dtype, "int64": torch.int64}
         self.compute = str(dtype).removeprefix("torch.")
         if weight_cache_bytes is None:
@@ -58,17 +60,36 @@ class ReferenceSession(Session):
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         """Every op of the text model, at every step class, in the session's arithmetic."""
-        mixed = bool(self._stored["mxfp8"]) and op.weights is not None and op.weights.name in self._stored["plain"]
-        found = emulated(op, self.numerics, self.compute, plain=mixed)
-        if found is not None:
+        name, label = op.spec.name, f"m31_reference.{op.spec.name}"
+        plain = False
+        if name == "linear":
+            self._note_storage(op)
+            assert op.weights is not None
+            plain = bool(self._stored["mxfp8"]) and op.weights.name in self._stored["plain"]
+        found = emulated(op, self.numerics, self.compute, plain=plain)
+        if isinstance(found, Refusal):
             return found
-        make = KERNELS.get(op.spec.name) or ATTENTION.get(op.spec.name)
-        if make is None:
+        if found is not None:
+            run, arithmetic = found
+            why = f"plain torch, imitating {self.numerics.name}"
+            return Kernel(name=label, run=run, arithmetic=arithmetic, workspace_bytes=0, why=why)
+        if name in ATTENTION:
+            run = ATTENTION[name](op.attrs, None)
+        elif name in KERNELS:
+            run = KERNELS[name](op.attrs)
+        else:
             return Refusal("the reference does not implement it")
-        output = "bfloat16" if op.spec.name.startswith("round_") else self.compute
-        return Kernel(make(op.attrs), Arithmetic(self.compute, self.compute, output), workspace_bytes=0)
+        output = "bfloat16" if name.startswith("round_") else self.compute
+        arithmetic = Arithmetic(self.compute, self.compute, output)
+        return Kernel(name=label, run=run, arithmetic=arithmetic, workspace_bytes=0, why="plain torch, any device")
 
-    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> Weights:
+    def _note_storage(self, op: OpInstance) -> None:
+        assert op.weights is not None
+        stored = op.weights.slots["weight"].stored
+        if stored is not None:
+            self._stored[stored if stored in self._stored else "plain"].add(op.weights.name)
+
+    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> Weights:
         """Check every weight; bring plain ones into the compute dtype and leave quantised ones in their file.
 
         A NaN that only reached the index branch would not fail later: it would silently select other blocks. So
@@ -78,13 +99,15 @@ class ReferenceSession(Session):
         experts = op.spec.name == "experts"
         if op.spec.name == "linear" and op.weights is not None:
             self._stored[slots["weight"].format].add(op.weights.name)
+        transform = self._transform(op)
+        changed = transformed(slots, transform)
         held: dict[str, torch.Tensor] = {}
         lazy: dict[str, LazyTensor] = {}
         for slot, tensor in slots.items():
             if tensor.format != "plain":
-                lazy[slot] = tensor
+                lazy[slot] = changed.get(slot, tensor)
                 if not experts:
-                    self.decoded.get(tensor, self._decode)
+                    self.decoded.get(lazy[slot], self._decode)
                 continue
             value = tensor.load()
             require_finite(value, tensor.name)
@@ -94,28 +117,38 @@ class ReferenceSession(Session):
                 held[slot] = value.to(device=self.device, dtype=self.dtypes["model"])
         scales: dict[str, torch.Tensor] = {}
         if experts and self.numerics.expert_middle == "nvfp4-static":
-            scales = {slot: self._input_scale(tensor) for slot, tensor in slots.items() if slot.startswith("w2.")}
+            scales = {slot: self._input_scale(op, tensor) for slot, tensor in slots.items() if slot.startswith("w2.")}
+        # On the host a plain tensor of the compute dtype is the mapping itself.
+        mapped = {slot for slot in held if not self._converted(op, slots[slot])}
         return Weights(
             tensors=Decoded(held, lazy, self.decoded, self._decode),
+            in_place=frozenset(lazy) | mapped,
+            transformed={transform: list(changed.values())} if transform and changed else {},
             input_scale=scales,
-            formats={slot: tensor.format for slot, tensor in slots.items()},
         )
+
+    def _transform(self, op: OpInstance) -> str | None:
+        """The lossy transform that the arithmetic applies to this op's weights."""
+        by_op = {"linear": self.numerics.linear_weights, "experts": self.numerics.expert_weights}
+        return by_op.get(op.spec.name)
 
     def _decode(self, tensor: LazyTensor) -> torch.Tensor:
         value = tensor.load()
         require_finite(value, tensor.name)
         return value.to(device=self.device, dtype=self.dtypes["model"])
 
-    def _input_scale(self, tensor: LazyTensor) -> torch.Tensor:
+    def _input_scale(self, op: OpInstance, tensor: LazyTensor) -> torch.Tensor:
         """The static encode scale of the activation that this matrix takes (MODEL.md §3.2)."""
         part = tensor.parts().get("input_global_scale")
         if part is None:
-            raise BackendRefused(
-                f"stored {tensor.format}, without input_global_scale",
-                where=f"tensor '{tensor.name}'",
-                expected=f"an NVFP4 tensor: arithmetic '{self.numerics.name}' quantises its input with that scale",
-                fix="choose another arithmetic with --arithmetic",
+            default = nvfp4.default_input_scale(op.attrs["limit"], op.attrs["beta"])
+            note = (
+                f"experts are stored {tensor.format}, without input_global_scale: arithmetic '{self.numerics.name}' "
+                f"quantises the second product's input with {default:g}, under which nothing saturates"
             )
+            if note not in self.notes:
+                self.notes.append(note)
+            return torch.tensor([default], device=self.device)
         scale = part.load().float()
         if not bool((torch.isfinite(scale) & (scale > 0)).all()):
             raise NonFiniteWeight(
@@ -127,15 +160,15 @@ class ReferenceSession(Session):
 
     def kv_layout(self, spec: KVSpec) -> KVLayout:
         """Pages of any format, read as the session's arithmetic reads them."""
-        rounded = self.numerics.kv_read == "e4m3"
-        if rounded and spec.kv_format not in ("nvfp4", "fp8"):
+        read = self.numerics.kv_read
+        if read != "exact" and spec.kv_format not in ("nvfp4", "fp8"):
             raise BackendRefused(
                 f"arithmetic '{self.numerics.name}' reads keys and values as E4M3, the pages are {spec.kv_format}",
                 where="backend reference",
                 expected="nvfp4 or fp8 pages",
                 fix="give --kv-dtype nvfp4, or another --arithmetic",
             )
-        return PagedLayout(spec, self.device, rounded=rounded)
+        return PagedLayout(spec, self.device, read=read)
 
     def memory_free(self) -> int:
         """What the device, or the host within its control group, has free."""

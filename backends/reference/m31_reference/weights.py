@@ -3,14 +3,73 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from m31.errors import NonFiniteWeight
-from m31.sdk.backend import LazyTensor
+from m31.formats import mxfp8, nvfp4
+from m31.formats.transforms import Loss, mxfp8_to_block_fp8, nvfp4_shared_scale, nvfp4_to_mxfp8, worst
+from m31.sdk.backend import LazyTensor, StoredPart
+
+
+class Transformed:
+    """A quantised tensor as a lossy transform of `m31.formats.transforms` leaves it; a lazy tensor itself.
+
+    Args:
+        source: stored in the format that the transform starts from.
+        transform: its name there.
+        group: for one that takes several tensors (a shared scale): all of them, `source` among them.
+    """
+
+    def __init__(self, source: LazyTensor, transform: str, group: Sequence[LazyTensor]) -> None:
+        self._source, self._transform, self._group = source, transform, group
+        self.name, self.shape, self.dtype, self.format = source.name, source.shape, source.dtype, source.format
+
+    def parts(self) -> Mapping[str, StoredPart]:
+        """The stored tensors, not transformed."""
+        return self._source.parts()
+
+    def load(self) -> Tensor:
+        """The values after the transform, float32."""
+        return self._apply()[0]
+
+    def loss(self) -> Loss:
+        """What the transform changed, in all tensors that it took together."""
+        return self._apply()[1]
+
+    def _apply(self) -> tuple[Tensor, Loss]:
+        stored = [{role: part.load() for role, part in t.parts().items()} for t in self._group]
+        if self._transform == "nvfp4-shared-scale":
+            parts = [nvfp4.Nvfp4(s["packed"], s["scale"], s["global_scale"]) for s in stored]
+            shared, loss = nvfp4_shared_scale(parts)
+            return shared.decode()[list(self._group).index(self._source)], loss
+        (s,) = stored
+        if self._transform == "nvfp4-to-mxfp8":
+            made, loss = nvfp4_to_mxfp8(s["packed"], s["scale"], s["global_scale"])
+            return mxfp8.decode(*made), loss
+        blocks, loss = mxfp8_to_block_fp8(s["codes"], s["scale"])
+        return blocks.decode(), loss
+
+
+def transformed(slots: Mapping[str, LazyTensor], transform: str | None) -> dict[str, Transformed]:
+    """The slots that `transform` changes: those stored in the format that it starts from.
+
+    A shared scale spans gate and up (`w1.e` and `w3.e`) of one expert, and the down matrix alone.
+    """
+    if transform is None:
+        return {}
+    start = "mxfp8" if transform.startswith("mxfp8") else "nvfp4"
+    found = {}
+    for slot, tensor in slots.items():
+        if tensor.format == start:
+            matrix, _, expert = slot.partition(".")
+            paired = transform == "nvfp4-shared-scale" and matrix in ("w1", "w3")
+            group = [slots[f"w1.{expert}"], slots[f"w3.{expert}"]] if paired else [tensor]
+            found[slot] = Transformed(tensor, transform, group)
+    return found
 
 
 class DecodedCache:
@@ -81,14 +140,21 @@ class Weights:
 
     Attributes:
         tensors: slot -> values in the compute dtype.
+        in_place: slots that are read from the file whenever they are used.
+        transformed: the arithmetic's transform of weights, by name, and the slots that it changed.
         input_scale: slot -> static encode scale of the matrix's input, for an arithmetic that uses it.
-        formats: slot -> how it is stored.
     """
 
     tensors: Mapping[str, Tensor]
+    in_place: frozenset[str] = frozenset()
+    transformed: Mapping[str, Sequence[Transformed]] = field(default_factory=dict)
     input_scale: Mapping[str, Tensor] = field(default_factory=dict)
-    formats: Mapping[str, str] = field(default_factory=dict)
-    layout_id: str = "m31-reference:v2"
+    layout_id: str = "m31-reference:v3"
+
+    @property
+    def losses(self) -> dict[str, Loss]:
+        """See `WeightHandle.losses`. Measured when asked for: it decodes every tensor that was transformed."""
+        return {name: worst([tensor.loss() for tensor in changed]) for name, changed in self.transformed.items()}
 
     def dequantise(self) -> dict[str, Tensor]:
         """See `WeightHandle.dequantise`: exactly the values that the kernels multiply with."""

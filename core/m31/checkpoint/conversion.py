@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m31.checkpoint.draft import FOLDER
-from m31.checkpoint.encoding import check_input_scales, default_input_scale, encode, units
+from m31.checkpoint.encoding import Unit, check_input_scales, default_input_scale, encode, units
 from m31.checkpoint.folder import INDEX_NAME, is_partial, listed
 from m31.checkpoint.inventory import ITEMSIZE, expected, numel
 from m31.checkpoint.layout import ShardLayout, plan_shards
@@ -52,6 +52,7 @@ def convert(
     target: TargetFormat,
     max_shard_bytes: int,
     input_scales: Mapping[str, float],
+    joint_gate_up: bool = False,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
@@ -67,6 +68,8 @@ def convert(
         max_shard_bytes: tensor data per shard; one larger weight gets a shard of its own.
         input_scales: calibrated encode scales of expert inputs by logical name, for `m31`. Scales that the source has
             are carried over; otherwise see `m31.checkpoint.encoding.default_input_scale`.
+        joint_gate_up: for `m31`: one global scale for gate and up (w1 and w3) of an expert, as some kernels need. By
+            default each matrix has its own, which quantises the smaller one finer.
         progress: called after every piece.
         note: called, before the work begins, with each sentence that a person should read: oddities of the source
             (`Checkpoint.notes`), and what the destination will lack.
@@ -89,6 +92,8 @@ def convert(
     mapping, model = target_config(read_object(folder / "config.json"), checkpoint.config, target)
     plan = {unit.name: unit for unit in units(expected(model))}
     check_input_scales(plan, input_scales)
+    if joint_gate_up:
+        _check_joint(checkpoint, plan)
     official = model.architecture == VISION_LANGUAGE
     shards = plan_shards(plan.values(), max_shard_bytes=max_shard_bytes, official=official)
     extras = _extras(checkpoint)
@@ -102,6 +107,7 @@ def convert(
             "config": mapping,
             "input_scales": dict(input_scales),
             "max_shard_bytes": max_shard_bytes,
+            "joint_gate_up": joint_gate_up,
         }
     )
     try:
@@ -112,7 +118,7 @@ def convert(
             work = WorkFolder(goal, job, reusable={shard.file for shard in shards})
             try:
                 _check_space(work, shards, extras)
-                _fill(work, checkpoint, shards, input_scales, progress)
+                _fill(work, checkpoint, shards, input_scales, joint_gate_up, progress)
                 _companions(work, extras, shards, mapping)
                 # What could not be read back must not be published. Companions may have changed since they were listed.
                 _ = Checkpoint.open(work.path).draft
@@ -227,6 +233,7 @@ def _fill(
     checkpoint: Checkpoint,
     shards: tuple[ShardLayout, ...],
     input_scales: Mapping[str, float],
+    joint: bool,
     progress: Progress | None,
 ) -> None:
     meter = _Meter(checkpoint, sum(shard.size for shard in shards), progress)
@@ -235,14 +242,19 @@ def _fill(
             meter.reuse(shard.size, shard.file)
             continue
         with work.draft(shard.file).open("wb") as handle:
-            _write_shard(handle.fileno(), shard, checkpoint, input_scales, meter)
+            _write_shard(handle.fileno(), shard, checkpoint, input_scales, joint, meter)
             os.fsync(handle.fileno())
         work.finish(shard.file)
     checkpoint.release()
 
 
 def _write_shard(
-    handle: int, shard: ShardLayout, checkpoint: Checkpoint, input_scales: Mapping[str, float], meter: _Meter
+    handle: int,
+    shard: ShardLayout,
+    checkpoint: Checkpoint,
+    input_scales: Mapping[str, float],
+    joint: bool,
+    meter: _Meter,
 ) -> None:
     import torch
 
@@ -252,10 +264,31 @@ def _write_shard(
         rows = {name: numel(decl.shape[1:]) * ITEMSIZE[decl.dtypes[0]] for _, name, decl in unit.parts}
         fallback = default_input_scale(checkpoint.config.text, unit.name)
         source = checkpoint.tensor(unit.name)
-        for piece in encode(unit, source, input_scales.get(unit.name), fallback=fallback):
+        other = _gate_up_partner(unit.name) if joint else None
+        partner = None if other is None else checkpoint.tensor(other)
+        for piece in encode(unit, source, input_scales.get(unit.name), fallback=fallback, partner=partner):
             raw = piece.value.contiguous().reshape(-1).view(torch.uint8)
             _pwrite(handle, raw.numpy().data, shard.offsets[piece.name] + piece.row * rows[piece.name])
             meter.add(raw.numel(), unit.name)
+
+
+def _gate_up_partner(name: str) -> str | None:
+    """The up matrix of an expert's gate, and the other way round; None for any other weight."""
+    stem, dot, matrix = name.removesuffix(".weight").rpartition(".")
+    other = {"w1": "w3", "w3": "w1"}.get(matrix)
+    return f"{stem}{dot}{other}.weight" if other else None
+
+
+def _check_joint(checkpoint: Checkpoint, plan: Mapping[str, Unit]) -> None:
+    """Refuse a wish for joint scales where experts are not quantised here."""
+    experts = [unit for unit in plan.values() if _gate_up_partner(unit.name)]
+    if not experts or experts[0].format != "nvfp4" or checkpoint.tensor(experts[0].name).format == "nvfp4":
+        raise CheckpointError(
+            "one global scale for gate and up is asked for, and no expert is quantised to NVFP4 here",
+            where=str(checkpoint.folder),
+            expected="the target format m31, and a source whose experts are not NVFP4 yet",
+            fix="leave the wish out: NVFP4 experts are copied as they are",
+        )
 
 
 def _pwrite(handle: int, data: bytes | memoryview, offset: int) -> None:

@@ -103,6 +103,7 @@ class KvBytes:
 _PAIRS = (
     ("nvfp4", "nvfp4"),
     ("nvfp4", "fp8"),
+    ("nvfp4", "int8"),
     ("nvfp4", "bf16"),
     ("fp8", "fp8"),
     ("fp8", "bf16"),
@@ -112,7 +113,8 @@ _PAIRS = (
 
 
 def kv_bytes_per_token(config: Model) -> tuple[KvBytes, ...]:
-    """All rows of MODEL.md §3.3 plus fp32 (the reference backend's), for this config.
+    """All rows of MODEL.md §3.3, int8 index keys (a byte per element and a float32 scale per key) and fp32 (the
+    reference backend's), for this config.
 
     NVFP4 rows appear only when the head widths are multiples of its group of 16.
     """
@@ -139,4 +141,6 @@ def _row_bytes(fmt: str, width: int) -> int | None:
     """Bytes of one head's vector of `width` values; None where the format does not apply."""
     if fmt == "nvfp4":
         return None if width % 16 else width // 2 + width // 16
+    if fmt == "int8":
+        return width + 4 if width else 0
     return width * {"fp8": 1, "bf16": 2, "fp32": 4}[fmt]

@@ -75,17 +75,24 @@ def units(declared: Mapping[str, TensorDecl]) -> Iterator[Unit]:
 def default_input_scale(text: Text, name: str) -> float:
     """The `input_global_scale` of an expert's matrix for which no calibration is known.
 
-    w2: 2688 / bound, where (limit + beta) * limit bounds every output of the clamped SwiGLU-OAI (MODEL.md §2.5: 56 for
-    the published numbers, hence 48). No activation can saturate under it, whatever the input.
+    w2: `nvfp4.default_input_scale`, under which no activation can saturate.
     w1 and w3: 1.0. Their input is scaled per token, so that the stored number is unused (MODEL.md §3.2).
     """
     if not name.endswith(".w2.weight"):
         return 1.0
-    act = text.activation
-    return 2688.0 / ((act.limit + abs(act.beta)) * act.limit)
+    from m31.formats import nvfp4
+
+    return nvfp4.default_input_scale(text.activation.limit, text.activation.beta)
 
 
-def encode(unit: Unit, source: LogicalTensor | Held, input_scale: float | None, *, fallback: float) -> Iterator[Piece]:
+def encode(
+    unit: Unit,
+    source: LogicalTensor | Held,
+    input_scale: float | None,
+    *,
+    fallback: float,
+    partner: LogicalTensor | Held | None = None,
+) -> Iterator[Piece]:
     """The stored tensors of one weight, as consecutive pieces of rows.
 
     Args:
@@ -93,6 +100,7 @@ def encode(unit: Unit, source: LogicalTensor | Held, input_scale: float | None, 
         source: the weight, of the unit's shape.
         input_scale: calibrated encode scale of the activation that meets an NVFP4 unit; None keeps the source's.
         fallback: its value where the source has none either.
+        partner: a weight that shall get the same global scale, for an NVFP4 unit that is quantised here.
 
     Raises:
         NonFiniteWeight: the weight, or a scale of it, is NaN or infinite, or becomes so in the target's dtype.
@@ -104,7 +112,7 @@ def encode(unit: Unit, source: LogicalTensor | Held, input_scale: float | None, 
     elif unit.format == "mxfp8":
         yield from _mxfp8(unit, source)
     else:
-        yield from _nvfp4(unit, source, fallback if input_scale is None else input_scale)
+        yield from _nvfp4(unit, source, fallback if input_scale is None else input_scale, partner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +192,18 @@ def _mxfp8(unit: Unit, source: LogicalTensor | Held) -> Iterator[Piece]:
         yield Piece(scale, start, encoded.scale)
 
 
-def _nvfp4(unit: Unit, source: LogicalTensor | Held, input_scale: float) -> Iterator[Piece]:
+def _nvfp4(
+    unit: Unit, source: LogicalTensor | Held, input_scale: float, partner: LogicalTensor | Held | None
+) -> Iterator[Piece]:
     """Two passes: the global scale needs the largest weight of the whole matrix."""
     import torch
 
     from m31.formats import nvfp4
 
     amax = torch.zeros(1)
-    for start, stop in chunk_rows(unit.shape):
-        amax = torch.maximum(amax, _loaded(source, start, stop).float().abs().max().reshape(1))
+    for matrix in (source, partner) if partner is not None else (source,):
+        for start, stop in chunk_rows(matrix.shape):
+            amax = torch.maximum(amax, _loaded(matrix, start, stop).float().abs().max().reshape(1))
     overall = nvfp4.global_scale(amax)
     names = {role: name for role, name, _ in unit.parts}
     for start, stop in chunk_rows(unit.shape):

@@ -82,6 +82,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--index-dtype", metavar="DTYPE", help="format of index keys (default: the backend's)")
     group.add_argument(
+        "--v-scale-order",
+        choices=("linear", "token_quad"),
+        help="order of the V scales in NVFP4 pages; values are the same in both (default: linear)",
+    )
+    group.add_argument(
         "--arithmetic", metavar="NAME", help="what is quantised while computing (default: the backend's own)"
     )
     group.add_argument(
@@ -152,6 +157,16 @@ def _convert(parser: argparse.ArgumentParser) -> None:
         required=True,
         choices=("m31", "m3-mxfp8", "bf16"),
         help="m31: MXFP8 linears and NVFP4 experts; m3-mxfp8: MXFP8 throughout; bf16: unquantised",
+    )
+    parser.add_argument(
+        "--input-scales",
+        metavar="FILE",
+        help="m31: calibrated input_global_scale values, a JSON object from logical weight name to number",
+    )
+    parser.add_argument(
+        "--joint-gate-up",
+        action="store_true",
+        help="m31: one global scale for gate and up of an expert, as some kernels need (default: one each)",
     )
 
 

@@ -60,6 +60,27 @@ class Bar:
             self._length = 0
 
 
+def input_scales(path: str | None) -> dict[str, float]:
+    """The calibration file: a JSON object from logical weight name to a number; nothing without a file.
+
+    Raises: CheckpointError when it cannot be read or holds something else.
+    """
+    from m31.config.jsonfile import decode_object
+    from m31.errors import CheckpointError
+
+    if path is None:
+        return {}
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})", where=path, fix="check --input-scales") from error
+    values = decode_object(data, where=path, error=CheckpointError)
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CheckpointError(f"the scale of '{name}' is {value!r}", where=path, expected="a number")
+    return values
+
+
 def command(args: argparse.Namespace, out: Output) -> int:
     """Run the command; the exit code.
 
@@ -74,7 +95,8 @@ def command(args: argparse.Namespace, out: Output) -> int:
             Path(args.destination),
             target=args.format,
             max_shard_bytes=MAX_SHARD_BYTES,
-            input_scales={},
+            input_scales=input_scales(args.input_scales),
+            joint_gate_up=args.joint_gate_up,
             progress=shown,
             note=out.note,  # before the first step, so that the bar is not there yet
         )

@@ -80,6 +80,8 @@ class Model(Protocol):
     def template(self) -> object | None: ...
     @property
     def notes(self) -> Sequence[str]: ...
+    @property
+    def fallback_calls(self) -> Mapping[str, int]: ...
     def generate(self, prompt: str, sampling: Any = None, *, special: bool = True) -> Generation: ...
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str: ...
 
@@ -128,6 +130,7 @@ def open_model(args: argparse.Namespace) -> Model:
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         index_dtype=args.index_dtype,
+        v_scale_order=args.v_scale_order,
         arithmetic=args.arithmetic,
         max_context=args.max_context,
     )
@@ -267,12 +270,15 @@ def conclude(model: Model, generation: Generation, out: Output, *, interrupted: 
             stats=stats_fields(stats),
             backend=model.decision.name,
             formats=dict(model.formats),
+            fallback_calls=dict(model.fallback_calls),
         )
+    elsewhere = sum(model.fallback_calls.values())
     formats = ", ".join(f"{key} {value}" for key, value in model.formats.items())
     out.note(
         f"{stats.prompt_tokens} prompt tokens, {stats.generated_tokens} generated; "
         f"prefill {_speed(stats.prefill_tokens_per_second)}, decode {_speed(stats.decode_tokens_per_second)}; "
         f"ended: {ended}; backend {model.decision.name}; {formats}; seed {stats.seed}"
+        + (f"; {elsewhere:,} op calls fell back" if elsewhere else "")
     )
 
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from m31 import sdk
-from m31.checkpoint import Checkpoint
 from m31.config import Model as ModelConfig
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
-from m31.errors import BackendRefused, MemoryBudgetExceeded, RequestError
-from m31.graph import NO_ROUNDING, ModelGraph, OpInstance, Rounding, trace
-from m31.ops import WeightDecl
-from m31.sdk.backend import KVCache, KVSpec, LazyTensor, Session
+from m31.engine.opening import fallback_note, open_model
+from m31.errors import MemoryBudgetExceeded, RequestError
+from m31.graph import ModelGraph, StepClass
+from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
 from m31.sdk.manifest import Manifest
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 2048
+STEPS = (  # one of each kind that the engine runs
+    StepClass(kind="decode", q_len=1, tokens=1, seqs=1, rows=1, pages=16),
+    StepClass(kind="mixed", q_len=0, tokens=CHUNK_TOKENS, seqs=1, rows=1, pages=16),
+)
 _KV_SHARE = 0.5  # of the memory that is free; the rest is for activations and for mapped weights
 _POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does not need more
 
@@ -33,6 +33,7 @@ def load(
     dtype: str = "float32",
     kv_dtype: str | None = None,
     index_dtype: str | None = None,
+    v_scale_order: str | None = None,
     arithmetic: str | None = None,
     max_context: int | None = None,
     weight_cache_bytes: int | None = None,
@@ -47,6 +48,8 @@ def load(
         kv_dtype: format of K and V in the pages; None is the backend's default, the first of its list, or `nvfp4` with
             an arithmetic that reads keys and values as E4M3.
         index_dtype: format of the index keys; likewise.
+        v_scale_order: order of the V scales inside NVFP4 pages, `linear` (None) or `token_quad` (MODEL.md §3.4). Both
+            decode to the same values; pages that are exchanged must agree.
         arithmetic: what else is quantised, a name of `m31.formats.arithmetic`; None is the backend's own. On the
             reference that is nothing, and other names imitate what a kernel with that arithmetic computes.
         max_context: most tokens of a sequence; None is what model, backend and memory allow.
@@ -60,56 +63,40 @@ def load(
     """
     if max_context is not None and max_context < 1:
         raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
-    decision = sdk.decide(backend)
-    manifest = decision.require().manifest
-    assert manifest is not None, "a backend without a manifest is never chosen"
-    name = manifest.name
-    if manifest.fallback:
-        raise BackendRefused(
-            f"declares fallbacks ({', '.join(manifest.fallback)}), which this version of m31 does not run",
-            where=f"backend {name}",
-            fix="choose another backend with --backend",
-        )
-    checkpoint = Checkpoint.open(path)
-    config = checkpoint.config
-    text = config.text
-    folder = Path(path)
+    opened = open_model(
+        Path(path),
+        backend=backend,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        index_dtype=index_dtype,
+        v_scale_order=v_scale_order,
+        arithmetic=arithmetic,
+        weight_cache_bytes=weight_cache_bytes,
+    )
+    checkpoint, compiler, spec = opened.checkpoint, opened.compiler, opened.spec
+    config, folder, session = checkpoint.config, Path(path), opened.serving.session
+    text, name = config.text, opened.manifest.name
     tokenizer = None
     if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
     template = ChatTemplate.find(folder)
-    session = sdk.open_backend(decision).open(
-        device=device, dtype=dtype, rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
+    assigned = list(compiler.assigned(STEPS))
+    layout = opened.serving.kv_layout(spec, assigned)
+    cap = _cap(session, config, opened.manifest, max_context)
+    cap, cache = _allocate(
+        session, spec, layout, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
     )
-    limits = session.limits(config)
-    if kv_dtype is None and session.numerics.kv_read == "e4m3" and "nvfp4" in limits.kv_formats:
-        kv_dtype = (
-            "nvfp4"  # what an arithmetic that reads E4M3 is made for; the backend's default may be unreadable to it
-        )
-    kv_format = _choose("KV", kv_dtype, limits.kv_formats, name)
-    index_format = _choose("index key", index_dtype, limits.index_formats, name)
-    spec = KVSpec.of(text, kv_format, index_format)
-    graph = trace(text, _rounding(session, spec))
-    cap = _cap(session, config, manifest, max_context)
-    need = sum(session.weight_bytes(op, slots) for op, _, slots in _slots(graph, checkpoint))
-    cap, cache = _allocate(session, spec, cap, need, name, exact=max_context is not None)
-    handles = {decl.name: session.prepare(op, slots) for op, decl, slots in _slots(graph, checkpoint)}
-    engine = Engine(
-        session=session,
-        who=name,
-        graph=graph,
-        handles=handles,
-        cache=cache,
-        page_tokens=spec.page_tokens,
-        chunk_tokens=CHUNK_TOKENS,
-    )
+    for step in STEPS:  # a fault of the weights shows now, not in the middle of a text
+        compiler.bind(step)
+    engine = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS)
     return Model(
         config=config,
-        decision=decision,
+        decision=opened.decision,
         formats={
-            "weights": _weight_format(graph, checkpoint),
-            "kv": kv_format,
-            "index": index_format,
+            "weights": _weight_format(compiler.graph),
+            "kv": spec.kv_format,
+            "index": spec.index_format,
             "compute": dtype,
             "arithmetic": session.numerics.name,
         },
@@ -117,28 +104,12 @@ def load(
         cap=cap,
         tokenizer=tokenizer,
         template=template,
-        notes=checkpoint.notes,
+        notes=(
+            *checkpoint.notes,
+            *fallback_note(name, assigned),
+            *dict.fromkeys(note for s in opened.serving.sessions.values() for note in s.notes),
+        ),
     )
-
-
-F = TypeVar("F", bound=str)
-
-
-def _choose(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
-    """The format asked for if it is served; without a wish the first, which is the backend's default."""
-    if name is None:
-        return served[0]
-    for known in served:
-        if known == name:
-            return known
-    raise BackendRefused(f"{what} format '{name}' is not served", where=f"backend {who}", expected=" or ".join(served))
-
-
-def _rounding(session: Session, spec: KVSpec) -> Rounding:
-    """What the graph rounds to BF16 before it is quantised; nothing where activations are BF16 already."""
-    if str(session.dtypes["model"]) == "torch.bfloat16":
-        return NO_ROUNDING
-    return Rounding.of(session.numerics, spec.kv_format, spec.index_format)
 
 
 def _cap(session: Session, config: ModelConfig, manifest: Manifest, max_context: int | None) -> Cap:
@@ -157,7 +128,7 @@ def _cap(session: Session, config: ModelConfig, manifest: Manifest, max_context:
 
 
 def _allocate(
-    session: Session, spec: KVSpec, cap: Cap, weight_bytes: int, who: str, *, exact: bool
+    session: Session, spec: KVSpec, layout: KVLayout, cap: Cap, weight_bytes: int, who: str, *, exact: bool
 ) -> tuple[Cap, KVCache]:
     """The pages for the cap; nothing is allocated that does not fit.
 
@@ -173,7 +144,6 @@ def _allocate(
             expected=f"at most {free / 1e9:.2f} GB, what is free on this device now",
             fix="free memory, or use a machine or a backend that holds them as they are stored",
         )
-    layout = session.kv_layout(spec)
     budget = int((free - weight_bytes) * _KV_SHARE)
     affordable = budget // layout.page_bytes
     wanted = -(-cap.tokens // spec.page_tokens)
@@ -190,19 +160,10 @@ def _allocate(
     return cap, layout.allocate(pages)
 
 
-def _slots(graph: ModelGraph, checkpoint: Checkpoint) -> Iterator[tuple[OpInstance, WeightDecl, dict[str, LazyTensor]]]:
-    """Every op with weights, and its tensors."""
-    for call in graph.calls:
-        decl = call.op.weights
-        if decl is not None:
-            yield call.op, decl, {slot: checkpoint.tensor(tensor.name) for slot, tensor in decl.slots.items()}
-
-
-def _weight_format(graph: ModelGraph, checkpoint: Checkpoint) -> str:
+def _weight_format(graph: ModelGraph) -> str:
     """The storage formats of the text model's weights, most elements first."""
     sizes: dict[str, int] = {}
     for tensor in graph.tensors():
-        source = checkpoint.tensor(tensor.name)
-        stored = source.format if source.format != "plain" else str(source.dtype).removeprefix("torch.")
-        sizes[stored] = sizes.get(stored, 0) + math.prod(tensor.shape)
+        assert tensor.stored is not None
+        sizes[tensor.stored] = sizes.get(tensor.stored, 0) + math.prod(tensor.shape)
     return "+".join(sorted(sizes, key=lambda name: -sizes[name]))

@@ -8,19 +8,18 @@ token budget with prefill chunks; a chunk may end anywhere.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import torch
 
+from m31.engine.compiler import Compiler
 from m31.engine.pool import PagePool
 from m31.engine.sampling import RowState, Sampled, SamplingParams, sample
 from m31.errors import M31Error
-from m31.graph import ModelGraph, Plan, StepBatch, StepClass, WeightHandle, bind
-from m31.sdk.backend import KVCache, Session
+from m31.graph import StepClass
+from m31.sdk.backend import KVCache
 
-_KEPT_PLANS = 8
 _LOGITS_CHUNK = 256  # tokens of a step whose every row gets full-vocabulary logits
 _MIN_PAGES = 16  # smallest page-table width of a plan
 
@@ -92,9 +91,7 @@ class Engine:
     """Runs sequences on one session.
 
     Args:
-        session: an open backend.
-        who: its name, for messages.
-        graph, handles: the traced model and its prepared weights.
+        compiler: makes the plans.
         cache: allocated pages.
         page_tokens: tokens of a page.
         chunk_tokens: most tokens of one step.
@@ -103,20 +100,16 @@ class Engine:
     def __init__(
         self,
         *,
-        session: Session,
-        who: str,
-        graph: ModelGraph,
-        handles: Mapping[str, WeightHandle],
+        compiler: Compiler,
         cache: KVCache,
         page_tokens: int,
         chunk_tokens: int,
     ) -> None:
-        self.session, self.cache, self.page_tokens, self.chunk_tokens = session, cache, page_tokens, chunk_tokens
-        self._who, self._graph, self._handles = who, graph, handles
+        self.compiler, self.cache, self.page_tokens, self.chunk_tokens = compiler, cache, page_tokens, chunk_tokens
+        self.fallback_calls: Counter[str] = Counter()  # calls of which op ran on another backend than the chosen one
         self.pool = PagePool(cache.pages)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch]] = OrderedDict()
         self.lock = threading.RLock()  # one step at a time, whichever thread asks for it
         self._computing = False
         self._leaving: list[Sequence] = []  # removed while a step was computing with their pages
@@ -238,7 +231,7 @@ class Engine:
             rows=_bucket(len(out_rows)),
             pages=max(_MIN_PAGES, _bucket(max(map(len, tables)))),
         )
-        plan, batch = self._plan(step)
+        plan, batch, fallbacks = self.compiler.plan(step)
         batch.fill(
             tokens=tokens,
             positions=positions,
@@ -248,17 +241,9 @@ class Engine:
             page_table=tables,
             out_rows=out_rows,
         )
-        return plan.run(batch, self.cache), owners
-
-    def _plan(self, step: StepClass) -> tuple[Plan, StepBatch]:
-        """The plan of a step class and its buffers; the least recently used one goes when there are too many."""
-        if step not in self._plans:
-            bound = bind(self._graph, self.session, step, self._handles, self._who)
-            self._plans[step] = self.session.compile(bound, step), StepBatch.allocate(step, self.session.device)
-            if len(self._plans) > _KEPT_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(step)
-        return self._plans[step]
+        logits = plan.run(batch, self.cache)
+        self.fallback_calls.update(fallbacks)
+        return logits, owners
 
     def _result(self, sequence: Sequence, logits: torch.Tensor) -> Sampled | torch.Tensor | M31Error:
         """What the logits mean for their sequence; a fault of one sequence is its own (BUG-70)."""

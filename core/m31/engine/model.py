@@ -196,6 +196,11 @@ class Model:
         self.config, self.decision, self.formats, self.cap, self.notes = config, decision, dict(formats), cap, notes
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
 
+    @property
+    def fallback_calls(self) -> dict[str, int]:
+        """How often each op ran on another backend than the chosen one, since loading (`Manifest.fallback`)."""
+        return dict(self.engine.fallback_calls)
+
     def generate(
         self,
         prompt: str | Sequence[int],

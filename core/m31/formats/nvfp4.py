@@ -187,6 +187,15 @@ def encode_static(
     return packed, sf, s
 
 
+def default_input_scale(limit: float, beta: float) -> float:
+    """An `input_global_scale` for FC2 where no calibration is known: 2688 / ((limit + |beta|) * limit).
+
+    The divisor bounds every output of the clamped SwiGLU-OAI (MODEL.md §2.5: 56 for the published numbers, hence 48),
+    so that no activation can saturate under it, whatever the input.
+    """
+    return FULL_RANGE / ((limit + abs(beta)) * limit)
+
+
 def quantise_static(
     x: Tensor, input_global_scale: Tensor, *, dtype: torch.dtype = torch.float32, nonfinite: NonFinite = "refuse"
 ) -> Tensor:

@@ -52,6 +52,21 @@ def measure(before: Tensor, after: Tensor) -> Loss:
     )
 
 
+def worst(losses: Sequence[Loss]) -> Loss:
+    """The largest of each number over several tensors.
+
+    Raises OpRefused for none.
+    """
+    if not losses:
+        raise OpRefused("no losses", where="worst", expected="at least one")
+    return Loss(
+        max_abs=max(loss.max_abs for loss in losses),
+        rms=max(loss.rms for loss in losses),
+        max_rel=max(loss.max_rel for loss in losses),
+        exact=all(loss.exact for loss in losses),
+    )
+
+
 class BlockFp8(NamedTuple):
     """E4M3 with a float32 decode scale per square block: codes [..., N, K], scale [..., ceil(N/b), ceil(K/b)]."""
 

@@ -65,7 +65,8 @@ def text_model(m: Text, step: Step, kv: Any, w: Declare, r: Rounding) -> tuple[A
         else:
             mixed_TC = _moe(m, _require(m.moe, "moe", layer), h_TC, f"{at}.block_sparse_moe", w)
         x_TC = ops.add(x_TC, mixed_TC)
-    last_RC = ops.gather_rows(_norm(m, x_TC, "model.norm", w), step.out_rows)
+    h_TC = _rounded(r.linear, _norm(m, x_TC, "model.norm", w))
+    last_RC = ops.gather_rows(h_TC, step.out_rows)
     return ops.lm_head(last_RC, w.matrix("lm_head", m.vocab_size, m.hidden_size, "vocab", None)), kv
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from m31.errors import GraphError, NoKernel
+from m31.errors import NoKernel
 from m31.graph.step import StepBatch, StepClass, StepSize
 from m31.graph.trace import ModelGraph, OpInstance
 from m31.ops import StateType, TensorType
+
+if TYPE_CHECKING:
+    from m31.formats.transforms import Loss
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,16 @@ class WeightHandle(Protocol):
 
     layout_id: str
 
+    @property
+    def losses(self) -> Mapping[str, Loss]:
+        """What preparing them cost: name of a transform of `m31.formats.transforms` -> measured loss, worst slot.
+        Empty if the values are exactly the checkpoint's."""
+
+    @property
+    def in_place(self) -> frozenset[str]:
+        """Slots whose stored bytes it goes on reading where the checkpoint maps them. Everything else that it was
+        given must be free once `prepare` has returned: two copies of the weights do not fit most machines."""
+
     def dequantise(self) -> dict[str, torch.Tensor]:
         """The values that the kernel really uses, slot by slot, in float64 or the exact storage dtype."""
 
@@ -35,13 +49,24 @@ class WeightHandle(Protocol):
 RunKernel = Callable[[Sequence[Any], Sequence[Any], Any, "torch.Tensor | None"], None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Kernel:
-    """A bound kernel: `run(outs, ins, weights, workspace)`, `outs` destinations, `ins` the data and state inputs."""
+    """A bound kernel.
 
+    Args:
+        name: of the kernel, for people: `m31_reference.experts`.
+        run: `run(outs, ins, weights, workspace)`; `outs` destinations, `ins` the data and state inputs in the order
+            of the op's signature, `weights` the handle or None.
+        arithmetic: what it computes with.
+        workspace_bytes: scratch that it needs while it runs.
+        why: why this one was chosen for this op, step and device, in one line.
+    """
+
+    name: str
     run: RunKernel
     arithmetic: Arithmetic
     workspace_bytes: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -51,11 +76,35 @@ class Refusal:
     reason: str
 
 
-class Binder(Protocol):
-    """The part of a session that binding needs."""
+@dataclass(frozen=True, eq=False)
+class Assigned:
+    """Who serves an op instance, and with what.
 
-    def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
-        """A kernel for this op at this step class, or the reason why not."""
+    Args:
+        by: name of the backend.
+        kernel: its kernel.
+        fallback: the chosen backend's reason for not serving the op itself; None if it does.
+    """
+
+    by: str
+    kernel: Kernel
+    fallback: str | None
+
+
+class Binder(Protocol):
+    """What binding needs of whoever serves the ops (`m31.sdk.Serving`)."""
+
+    name: str
+
+    def assign(self, op: OpInstance, step: StepClass) -> Assigned | Refusal:
+        """A kernel for this op at this step class, or the reason why there is none."""
+
+
+class Handles(Protocol):
+    """Where binding gets prepared weights."""
+
+    def handle(self, op: OpInstance, by: str) -> WeightHandle:
+        """The weights of an op, prepared by the backend that serves it; prepared once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,33 +112,50 @@ class BoundGraph:
     """A graph with a kernel for every call and the weights of every op that has some."""
 
     graph: ModelGraph
-    kernels: Mapping[str, Kernel]  # by op instance name
-    handles: Mapping[str, WeightHandle]  # by weight name
+    assigned: Mapping[str, Assigned]  # by op instance name
+    handles: Mapping[str, WeightHandle]  # by op instance name
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """How many calls of which op one run hands to another backend."""
+        return Counter(c.op.spec.name for c in self.graph.calls if self.assigned[c.op.name].fallback is not None)
 
 
-def bind(
-    graph: ModelGraph, session: Binder, step: StepClass, handles: Mapping[str, WeightHandle], who: str
-) -> BoundGraph:
-    """Ask the session for every kernel.
+def assign(graph: ModelGraph, binder: Binder, step: StepClass) -> dict[str, Assigned]:
+    """A kernel for every op instance, by instance name.
 
     Raises:
-        NoKernel: lists every op that the backend refused, with its reason.
+        NoKernel: lists every op that was refused, with the reason.
     """
-    kernels: dict[str, Kernel] = {}
+    assigned: dict[str, Assigned] = {}
     refused: dict[str, str] = {}
     for call in graph.calls:
-        found = session.kernel(call.op, step)
+        found = binder.assign(call.op, step)
         if isinstance(found, Refusal):
             refused[call.op.spec.name] = found.reason
         else:
-            kernels[call.op.name] = found
+            assigned[call.op.name] = found
     if refused:
         reasons = ", ".join(f"{op} ({reason})" for op, reason in sorted(refused.items()))
-        raise NoKernel(f"no kernel for {reasons}", where=f"backend {who}", fix="choose another backend with --backend")
-    missing = sorted(name for name in graph.weights if name not in handles)
-    if missing:
-        raise GraphError(f"{len(missing)} weights were not prepared, e.g. '{missing[0]}'")
-    return BoundGraph(graph, kernels, handles)
+        raise NoKernel(
+            f"no kernel for {reasons}", where=f"backend {binder.name}", fix="choose another backend with --backend"
+        )
+    return assigned
+
+
+def bind(graph: ModelGraph, binder: Binder, step: StepClass, handles: Handles) -> BoundGraph:
+    """Choose every kernel and have the weights of every op prepared.
+
+    Raises:
+        NoKernel: see `assign`.
+    """
+    assigned = assign(graph, binder, step)
+    prepared = {
+        call.op.name: handles.handle(call.op, assigned[call.op.name].by)
+        for call in graph.calls
+        if call.op.weights is not None
+    }
+    return BoundGraph(graph, assigned, prepared)
 
 
 class Plan(Protocol):
@@ -124,14 +190,14 @@ class DefaultPlan:
                     self._index[name] = self._index["kv"]
         self._line = [
             (
-                bound.kernels[c.op.name].run,
+                bound.assigned[c.op.name].kernel.run,
                 tuple(self._index[n] for n in c.writes),
                 tuple(self._index[n] for n in c.reads),
-                bound.handles[c.op.weights.name] if c.op.weights is not None else None,
+                bound.handles.get(c.op.name),
             )
             for c in bound.graph.calls
         ]
-        need = max((bound.kernels[c.op.name].workspace_bytes for c in bound.graph.calls), default=0)
+        need = max((found.kernel.workspace_bytes for found in bound.assigned.values()), default=0)
         self._workspace = torch.empty(need, dtype=torch.uint8, device=device) if need else None
         self._buffers = self._allocate(dtypes, device)
         self._views: dict[StepSize, Buffers] = {}

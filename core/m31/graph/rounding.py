@@ -16,8 +16,8 @@ class Rounding:
     Args:
         kv: K after norm and RoPE, and V, before they are written.
         index: the index key, likewise.
-        linear: inputs of projections, and the attention's output before `o_proj`. The activation of an MLP is not
-            rounded: it is quantised from the accumulation dtype (§2.5).
+        linear: inputs of projections and of the head, and the attention's output before `o_proj`. The activation of an
+            MLP is not rounded here: it is quantised from the accumulation dtype (§2.5), or rounded by its kernel.
         experts: the input of router and experts.
         query: q and index q after RoPE.
     """

@@ -6,7 +6,7 @@ gives each node its type from the shape functions, so a graph that exists is a g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,26 @@ class OpInstance:
     outputs: tuple[ValueType, ...]
 
     @property
+    def decls(self) -> dict[str, WeightDecl]:
+        """Weights by the argument that takes them; a fused op may have several."""
+        given = zip(self.spec.inputs, self.inputs, strict=True)
+        return {arg.name: value for arg, value in given if isinstance(value, WeightDecl)}
+
+    @property
+    def slots(self) -> dict[str, TensorDecl]:
+        """All weight tensors, as `prepare` gets them: `<slot>` of a single weight, `<argument>.<slot>` of several."""
+        decls = self.decls
+        if len(decls) == 1:
+            return dict(next(iter(decls.values())).slots)
+        return {f"{arg}.{slot}": tensor for arg, decl in decls.items() for slot, tensor in decl.slots.items()}
+
+    @property
     def weights(self) -> WeightDecl | None:
-        """The op's weights, if it has any."""
-        return next((v for v in self.inputs if isinstance(v, WeightDecl)), None)
+        """The op's weights as one, if it has any: several are called after the op and the first of them."""
+        decls = list(self.decls.values())
+        if len(decls) < 2:
+            return decls[0] if decls else None
+        return WeightDecl(f"{self.spec.name}:{decls[0].name}", self.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +99,8 @@ class ModelGraph:
 class _Declare:
     """Turns weight declarations into placeholders; a name may be used once."""
 
-    def __init__(self, graph: fx.Graph, tracer: fx.proxy.TracerBase) -> None:
-        self.graph, self.tracer = graph, tracer
+    def __init__(self, graph: fx.Graph, tracer: fx.proxy.TracerBase, stored: Stored | None) -> None:
+        self.graph, self.tracer, self.stored = graph, tracer, stored
         self.seen: set[str] = set()
 
     def _placeholder(self, decl: WeightDecl) -> Any:
@@ -94,17 +111,19 @@ class _Declare:
 
     def matrix(self, name: str, out: int, in_: int, out_axis: str | None, in_axis: str | None) -> Any:
         """See `m31.graph.model.Declare`."""
-        return self._placeholder(
-            WeightDecl(name, {"weight": TensorDecl(f"{name}.weight", (out, in_), (out_axis, in_axis))})
-        )
+        return self.group(name, {"weight": (f"{name}.weight", (out, in_), (out_axis, in_axis))})
 
     def vector(self, name: str, size: int) -> Any:
         """See `m31.graph.model.Declare`."""
-        return self._placeholder(WeightDecl(name, {"weight": TensorDecl(f"{name}.weight", (size,), (None,))}))
+        return self.group(name, {"weight": (f"{name}.weight", (size,), (None,))})
 
     def group(self, name: str, slots: dict[str, tuple[str, tuple[int, ...], tuple[str | None, ...]]]) -> Any:
         """See `m31.graph.model.Declare`."""
-        return self._placeholder(WeightDecl(name, {slot: TensorDecl(*parts) for slot, parts in slots.items()}))
+        decls = {
+            slot: TensorDecl(*parts, stored=self.stored(parts[0]) if self.stored else None)
+            for slot, parts in slots.items()
+        }
+        return self._placeholder(WeightDecl(name, decls))
 
 
 def _placeholder(graph: fx.Graph, tracer: fx.proxy.TracerBase, name: str, value: ValueType) -> fx.Proxy:
@@ -113,13 +132,17 @@ def _placeholder(graph: fx.Graph, tracer: fx.proxy.TracerBase, name: str, value:
     return fx.Proxy(node, tracer)
 
 
-def trace(text: Text, rounding: Rounding = NO_ROUNDING) -> ModelGraph:
+Stored = Callable[[str], str]
+
+
+def trace(text: Text, rounding: Rounding = NO_ROUNDING, stored: Stored | None = None) -> ModelGraph:
     """The checked graph of a text model.
 
     Args:
         text: the description.
         rounding: which values are rounded to BF16 because a format or an arithmetic quantises them. None are when
             nothing is quantised, so that the exact graph has no node for it.
+        stored: how the checkpoint stores a tensor, by name (`TensorDecl.stored`); None without a checkpoint.
 
     Raises:
         GraphError: the description is inconsistent.
@@ -129,7 +152,7 @@ def trace(text: Text, rounding: Rounding = NO_ROUNDING) -> ModelGraph:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     step = Step(**{name: _placeholder(graph, tracer, name, t) for name, t in STEP_INPUTS.items()})
     kv = _placeholder(graph, tracer, "kv", StateType("kv"))
-    logits, kv_after = text_model(text, step, kv, _Declare(graph, tracer), rounding)
+    logits, kv_after = text_model(text, step, kv, _Declare(graph, tracer, stored), rounding)
     graph.output((logits.node, kv_after.node))
     return infer(graph)
 

@@ -38,11 +38,20 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class TensorDecl:
-    """One logical weight tensor: canonical checkpoint name, shape, and the axis along which each dimension shards."""
+    """One logical weight tensor.
+
+    Args:
+        name: canonical checkpoint name.
+        shape: logical shape.
+        axes: the axis along which each dimension shards: heads, kv_heads, index_heads, experts, ff, vocab or None.
+        stored: how the checkpoint stores it: `mxfp8`, `nvfp4`, or the dtype of a plain one (`bfloat16`, `float32`).
+            A kernel is chosen by it. None where a description is traced without a checkpoint.
+    """
 
     name: str
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]  # heads, kv_heads, index_heads, experts, ff, vocab or None, one per dimension
+    axes: tuple[str | None, ...]
+    stored: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

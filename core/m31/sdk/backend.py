@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from m31.formats.arithmetic import ArithmeticSpec
     from m31.formats.layout import ScaleOrder
     from m31.graph import BoundGraph, Kernel, OpInstance, Plan, Refusal, StepClass, WeightHandle
+    from m31.parallel import Shard
     from m31.sdk.manifest import Manifest
 
 KVFormat = Literal["float64", "float32", "bfloat16", "fp8", "nvfp4"]
@@ -223,6 +224,7 @@ class Session(ABC):
     device: torch.device
     dtypes: Mapping[str, torch.dtype]  # what the op dtypes `model`, `accum` and `int64` are here
     numerics: ArithmeticSpec  # what is quantised besides stored weights and pages; kernels declare it one by one
+    notes: Sequence[str] = ()  # what a user should know about how this session computes; shown once, duplicates dropped
 
     @abstractmethod
     def limits(self, model: Model) -> Limits:
@@ -233,8 +235,16 @@ class Session(ABC):
         """A kernel for an op instance, decided when the graph is bound; per call nothing is dispatched."""
 
     @abstractmethod
-    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> WeightHandle:
-        """Bring the weights of one op into this backend's layout, all slots at once."""
+    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> WeightHandle:
+        """Bring the weights of one op into this backend's layout, all slots at once.
+
+        Args:
+            op: the instance that the handle is for.
+            slots: its tensors by slot (`OpInstance.slots`), already narrowed to this rank's part.
+            shard: which rank that is.
+
+        Whatever is not read in place (`WeightHandle.in_place`) must be released when this returns.
+        """
 
     @abstractmethod
     def kv_layout(self, spec: KVSpec) -> KVLayout:
@@ -247,6 +257,11 @@ class Session(ABC):
     @abstractmethod
     def weight_bytes(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> int:
         """Bytes that `prepare` of these slots will allocate; what stays in the mapped file does not count."""
+
+    def shares_pages(self, layout: KVLayout) -> bool:
+        """Whether this session's kernels work on another backend's pages; asked if some ops on the cache fall back
+        to that backend and others do not."""
+        return False
 
     def compile(self, graph: BoundGraph, step: StepClass) -> Plan:
         """A plan for a bound graph. The default is the straight line; capture overrides this hook."""

@@ -17,7 +17,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from m31.errors import ManifestError
+from m31.errors import ManifestError, OpRefused
+from m31.formats.arithmetic import parse as parse_arithmetic
 
 FILE_NAME = "backend.toml"
 
@@ -107,7 +108,8 @@ class Manifest(_Strict):
     score: Annotated[int, Field(ge=0, le=1000)]  # the highest usable score wins
     conformance: ConformanceLevel  # the level that this release claims; the suite decides
     ops: Literal["all"] | tuple[OpName, ...]
-    fallback: tuple[OpName, ...]  # ops that may run on another backend; each use is counted and shown
+    fallback: tuple[OpName, ...]  # ops that may run on the reference instead; each use is counted and shown
+    arithmetic: Annotated[tuple[str, ...], Field(min_length=1)]  # names of m31.formats.arithmetic; the first is its own
     probe: Target | None = None  # "module:function", run in a child process
     device: DeviceMatch
     packages: dict[str, str]  # distribution -> minimum version
@@ -123,6 +125,16 @@ class Manifest(_Strict):
             raise ValueError(f"'{value}' is not a version range such as '>=0.1,<1'") from None
         if not len(parsed):
             raise ValueError("an empty range accepts every future API; write one such as '>=0.1,<1'")
+        return value
+
+    @field_validator("arithmetic")
+    @classmethod
+    def _are_arithmetics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            try:
+                parse_arithmetic(name)
+            except OpRefused as error:
+                raise ValueError(str(error)) from None
         return value
 
     @field_validator("packages")

@@ -1,0 +1,57 @@
+"""How far a kernel may be from the real result, from the arithmetic that it declares and from nothing else.
+
+    |y - ref| <= u_out * |ref| + c * sqrt(K) * u_acc * (|x| . |w|) + (u_x + u_w) * (|x| . |w|)
+
+for a sum of K products: a rounding of the result, K roundings of the accumulation that add up like a random walk, and
+one of each operand if the kernel rounds them (DESIGN.md §7).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from m31.errors import OpRefused
+from m31.graph import Arithmetic
+
+F64 = NDArray[np.float64]
+
+_SIGNIFICAND = {
+    "float64": 53,
+    "float32": 24,
+    "tf32": 11,
+    "float16": 11,
+    "bfloat16": 8,
+    "e4m3": 4,
+    "mxfp8": 4,
+    "e2m1": 2,
+}
+CONSTANT = 4.0
+"""c: standard deviations of the random walk that are allowed. The conformance suite justifies it by measurement."""
+
+
+def roundoff(name: str) -> float:
+    """The largest relative error of rounding to a format: half a unit in the last place.
+
+    Raises:
+        OpRefused: a format without one.
+    """
+    if name not in _SIGNIFICAND:
+        raise OpRefused(f"'{name}' has no known precision", where="arithmetic", expected=", ".join(_SIGNIFICAND))
+    return float(2.0 ** -_SIGNIFICAND[name])
+
+
+def bound(arithmetic: Arithmetic, reference: F64, magnitude: F64, terms: int, *, given: str) -> F64:
+    """The largest error, element by element, of sums of `terms` products.
+
+    Args:
+        arithmetic: as the kernel declares it; `operands` is `x*w`, or one format that both have.
+        reference: the sums in float64, of the values that the kernel was given.
+        magnitude: the sums of |x| * |w|.
+        terms: K.
+        given: format of the values that it was given: an operand format at least as fine rounds nothing.
+    """
+    x, _, w = arithmetic.operands.partition("*")
+    rounding = sum(roundoff(o) for o in (x, w or x) if roundoff(o) > roundoff(given))
+    accumulation = CONSTANT * terms**0.5 * roundoff(arithmetic.accumulate)
+    return roundoff(arithmetic.output) * np.abs(reference) + (accumulation + rounding) * magnitude

@@ -1,0 +1,99 @@
+"""From a graph to plans: weights prepared once per backend that needs them, one plan per step class."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from m31.graph import Assigned, BoundGraph, ModelGraph, OpInstance, Plan, StepBatch, StepClass, WeightHandle
+from m31.graph import assign as assign_kernels
+from m31.graph import bind as bind_graph
+from m31.parallel import WHOLE, Shard
+from m31.sdk.backend import LazyTensor
+from m31.sdk.serving import Serving
+
+_KEPT_PLANS = 8
+
+
+class PreparedWeights:
+    """Weights as the backends hold them, prepared when they are first asked for.
+
+    Args:
+        serving: the sessions.
+        tensor: the checkpoint's tensor by canonical name, narrowed to this rank.
+        shard: which rank this is.
+    """
+
+    def __init__(self, serving: Serving, tensor: Callable[[str], LazyTensor], shard: Shard) -> None:
+        self._serving, self._tensor, self._shard = serving, tensor, shard
+        self._handles: dict[tuple[str, tuple[str, ...]], WeightHandle] = {}
+
+    def slots(self, op: OpInstance) -> dict[str, LazyTensor]:
+        """The tensors of an op by slot, unread."""
+        assert op.weights is not None
+        return {slot: self._tensor(decl.name) for slot, decl in op.weights.slots.items()}
+
+    def handle(self, op: OpInstance, by: str) -> WeightHandle:
+        """See `m31.graph.Handles`."""
+        slots = self.slots(op)
+        key = by, tuple(tensor.name for tensor in slots.values())
+        if key not in self._handles:
+            self._handles[key] = self._serving.sessions[by].prepare(op, slots, self._shard)
+        return self._handles[key]
+
+    def bytes_needed(self, assigned: Iterable[tuple[OpInstance, Assigned]]) -> int:
+        """What preparing the weights of these will allocate beside their files."""
+        seen: set[tuple[str, tuple[str, ...]]] = set()
+        total = 0
+        for op, found in assigned:
+            if op.weights is None:
+                continue
+            slots = self.slots(op)
+            key = found.by, tuple(tensor.name for tensor in slots.values())
+            if key not in seen:
+                seen.add(key)
+                total += self._serving.sessions[found.by].weight_bytes(op, slots)
+        return total
+
+
+class Compiler:
+    """Plans by step class, the least recently used one dropped when there are too many.
+
+    Args:
+        serving: who serves the ops.
+        graph: the traced model.
+        weights: its weights.
+    """
+
+    def __init__(self, serving: Serving, graph: ModelGraph, weights: PreparedWeights) -> None:
+        self.serving, self.graph, self.weights = serving, graph, weights
+        self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch, Mapping[str, int]]] = OrderedDict()
+
+    def assigned(self, steps: Iterable[StepClass]) -> Iterator[tuple[OpInstance, Assigned]]:
+        """Every op instance of these step classes with who serves it; nothing is prepared."""
+        for step in steps:
+            found = assign_kernels(self.graph, self.serving, step)
+            yield from ((call.op, found[call.op.name]) for call in self.graph.calls)
+
+    def bind(self, step: StepClass) -> BoundGraph:
+        """The graph with kernels and prepared weights."""
+        return bind_graph(self.graph, self.serving, step, self.weights)
+
+    def plan(self, step: StepClass) -> tuple[Plan, StepBatch, Mapping[str, int]]:
+        """The plan of a step class, its buffers, and how many calls of which op it hands to another backend."""
+        if step not in self._plans:
+            bound, session = self.bind(step), self.serving.session
+            self._plans[step] = (
+                session.compile(bound, step),
+                StepBatch.allocate(step, session.device),
+                bound.fallbacks,
+            )
+            if len(self._plans) > _KEPT_PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(step)
+        return self._plans[step]
+
+
+def whole(serving: Serving, tensor: Callable[[str], LazyTensor]) -> PreparedWeights:
+    """The weights of one rank that has everything."""
+    return PreparedWeights(serving, tensor, WHOLE)

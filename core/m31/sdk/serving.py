@@ -1,0 +1,96 @@
+"""Who serves which op: the chosen backend, and for ops that its manifest lets fall back, the reference (DESIGN.md §3).
+
+Nothing falls back silently: the manifest lists the ops that may, each assignment carries the reason, and the engine
+counts the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from m31.errors import BackendRefused
+from m31.graph import Assigned, Refusal
+from m31.ops import StateType
+
+if TYPE_CHECKING:
+    from m31.graph import OpInstance, StepClass
+    from m31.sdk.backend import KVLayout, KVSpec, Session
+
+
+class Serving:
+    """An open session, and a second one for what it does not serve.
+
+    Args:
+        name: of the chosen backend.
+        session: its session.
+        may_fall_back: ops that its manifest lets run elsewhere.
+        spare: name and session of the backend that they run on; None if there is none.
+
+    Raises:
+        BackendRefused: the two sessions do not share device and dtypes, so that they cannot share buffers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        *,
+        may_fall_back: Collection[str] = (),
+        spare: tuple[str, Session] | None = None,
+    ) -> None:
+        self.name, self.session = name, session
+        self._may, self._spare = frozenset(may_fall_back), spare
+        self.sessions: dict[str, Session] = {name: session} | ({spare[0]: spare[1]} if spare else {})
+        if spare and (spare[1].device != session.device or dict(spare[1].dtypes) != dict(session.dtypes)):
+            raise BackendRefused(
+                f"computes in {_buffers(session)}, and falls back on {spare[0]}, which does in {_buffers(spare[1])}",
+                where=f"backend {name}",
+                expected="one device and the same dtypes: both read and write the step's buffers",
+                fix="give --device and --dtype that both serve",
+            )
+
+    def assign(self, op: OpInstance, step: StepClass) -> Assigned | Refusal:
+        """See `m31.graph.Binder`."""
+        found = self.session.kernel(op, step)
+        if not isinstance(found, Refusal):
+            return Assigned(self.name, found, None)
+        if self._spare is None or op.spec.name not in self._may:
+            return found
+        name, session = self._spare
+        instead = session.kernel(op, step)
+        if isinstance(instead, Refusal):
+            return Refusal(f"{found.reason}; {name}: {instead.reason}")
+        return Assigned(name, instead, found.reason)
+
+    def kv_layout(self, spec: KVSpec, assigned: Iterable[tuple[OpInstance, Assigned]]) -> KVLayout:
+        """The page layout for everything that reads or writes the cache.
+
+        It is that of the chosen backend if it serves all of it, else the other one's; then the chosen backend must
+        say that its kernels work on those pages (`Session.shares_pages`).
+
+        Args:
+            spec: what the pages hold.
+            assigned: every op instance of every step class that will run.
+
+        Raises:
+            BackendRefused: nobody serves the format, or the two cannot share pages.
+        """
+        owners = {found.by for op, found in assigned if any(isinstance(v, StateType) for v in op.inputs)}
+        if self._spare is None or self._spare[0] not in owners:
+            return self.session.kv_layout(spec)
+        layout = self._spare[1].kv_layout(spec)
+        if self.name in owners and not self.session.shares_pages(layout):
+            raise BackendRefused(
+                f"serves some ops on the KV cache and leaves others to {self._spare[0]}, whose pages"
+                f" ('{layout.layout_id}') it does not read",
+                where=f"backend {self.name}",
+                expected="one layout for all of them",
+                fix="choose another --kv-dtype or --index-dtype, or another backend",
+            )
+        return layout
+
+
+def _buffers(session: Session) -> str:
+    names = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in session.dtypes.values()}))
+    return f"{names} on {session.device}"
