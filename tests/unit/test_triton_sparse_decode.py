@@ -212,6 +212,10 @@ def test_what_does_not_fit_is_refused() -> None:
         attend(s, torch.zeros(three, 4, 32).bfloat16(), cache, "linear", scale, torch.float32)
     with pytest.raises(OpRefused, match=r"argument 'k pages'.*expected .*\[17, 3, 16, 16\]"):
         attend(s, q[:, :, :16].contiguous(), cache, "linear", scale, torch.float32)
+    table, s.page_table = s.page_table, s.page_table.t().contiguous().t()
+    with pytest.raises(OpRefused, match=r"argument 'page_table'.*strides \[1, 5\].*side by side"):
+        attend(s, q, cache, "linear", scale, torch.float32)
+    s.page_table = table
     s.blocks = s.blocks[:, :2].contiguous()
     with pytest.raises(OpRefused, match=r"argument 'blocks'"):
         attend(s, q, cache, "linear", scale, torch.float32)

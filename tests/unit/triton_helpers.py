@@ -22,7 +22,7 @@ FORMATS: list[tuple[str, ScaleOrder]] = [("bfloat16", "linear"), ("nvfp4", "line
 
 def store(fmt: str, order: ScaleOrder, pages: int, heads: int, page: int, dim: int) -> Store:
     """Pages of the reference backend, every token poisoned."""
-    made = Store(codec(fmt, order=order, rounded=False), pages, heads, page, dim, CPU)
+    made = Store(codec(fmt, order=order, read="exact"), pages, heads, page, dim, CPU)
     made.codec.poison(made.parts, list(range(pages)))
     return made
 

@@ -2,5 +2,9 @@
 
 One source per kernel. On a machine without an accelerator a kernel is interpreted on processor tensors
 (`m31_triton.interpreter`) and compiled ahead of time for every target (`m31_triton.aot`); with one it is launched as
-is. Importing this package imports neither torch nor triton.
+is. `TritonBackend` runs a model with them, the reference beside it.
 """
+
+from m31_triton.session import TritonBackend
+
+__all__ = ["TritonBackend"]

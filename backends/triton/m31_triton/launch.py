@@ -230,7 +230,12 @@ def launch_sparse_decode(
     _check("blocks", blocks, (tokens, hkv, topk), (torch.int64,))
     _check("positions", positions, (tokens,), (torch.int64,))
     _check("cu_q", cu_q, (step.seqs + 1,), (torch.int64,))
-    _check("page_table", page_table, (step.seqs, step.pages), (torch.int64,))
+    if tuple(page_table.shape) != (step.seqs, step.pages) or page_table.stride(1) != 1:
+        raise OpRefused(
+            f"shape {list(page_table.shape)}, strides {list(page_table.stride())}",
+            where="argument 'page_table'",
+            expected=f"shape {[step.seqs, step.pages]}, entries of a row side by side",
+        )
     _check("out", out, (tokens, heads * d), _FLOATS)
     group, rest = divmod(heads, hkv)
     if rest or not 1 <= group <= ROWS:
@@ -251,7 +256,7 @@ def launch_sparse_decode(
         page_table=page_table,
         out=out,
         scale_log2=scale * math.log2(math.e),
-        P=step.pages,
+        P=page_table.stride(0),
         GROUP=group,
         TOPK=topk,
         TOPK_PADDED=_padded(topk),

@@ -23,7 +23,7 @@ def sparse_decode(
     blocks,  # [T,HKV,TOPK] int64, ascending, -1 where there is none
     positions,  # [T] int64
     cu_q,  # [SEQS+1] int64
-    page_table,  # [SEQS,P] int64
+    page_table,  # [SEQS,...] int64, P from row to row
     out,  # [T,HKV*GROUP*D]
     scale_log2,  # softmax scale times log2(e)
     P,
