@@ -45,7 +45,7 @@ def test_every_spec_expects_something_on_every_target() -> None:
 def test_what_is_compiled_is_what_is_launched() -> None:
     """Constants, grid and options come from the launch functions."""
     launch = launch_of(SPECS["sparse_decode/nvfp4"])
-    assert launch.grid == (32, 1)
+    assert launch.grid == (32, 1, 4)
     assert {n: launch.arguments[n] for n in ("GROUP", "D", "PAGE", "NVFP4", "TOPK")} == {
         "GROUP": 16,
         "D": 128,
@@ -53,12 +53,14 @@ def test_what_is_compiled_is_what_is_launched() -> None:
         "NVFP4": True,
         "TOPK": 16,
     }
-    with pytest.raises(CodeRejected, match="0 launches; expected one"):
-        launch_of(KernelSpec(name="none", launch=lambda run: None, must={}, must_not={}))
+    with pytest.raises(CodeRejected, match="0 launches of none; expected one"):
+        launch_of(KernelSpec(name="none", kernel="none", launch=lambda run: None, must={}, must_not={}))
 
 
 GOOD = Code(text="mma.sync ret;", binary=b"", shared=0, columns=0, scratch=0)
-SPEC = KernelSpec(name="s", launch=lambda run: None, must={"sm_90": ("mma",)}, must_not={"sm_90": ("tf32",)})
+SPEC = KernelSpec(
+    name="s", kernel="s", launch=lambda run: None, must={"sm_90": ("mma",)}, must_not={"sm_90": ("tf32",)}
+)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,9 @@ def _wrong(x, y):
 
 def _spec(kernel: object, must: str, **arguments: object) -> KernelSpec:
     launch = Launch(kernel, (1,), arguments, {"num_warps": 8, "enable_fp_fusion": True})
-    return KernelSpec(name="bad", launch=lambda run: run(launch), must={"sm_90": (must,)}, must_not={})
+    return KernelSpec(
+        name="bad", kernel=launch.name, launch=lambda run: run(launch), must={"sm_90": (must,)}, must_not={}
+    )
 
 
 def test_a_kernel_that_no_device_can_run_is_rejected() -> None:

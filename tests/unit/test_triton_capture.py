@@ -23,9 +23,10 @@ from m31_triton.launch import (
     launch_projection,
     launch_qkv_insert,
     launch_sparse_decode,
+    workspace_size,
 )
 
-HQ, HKV, HIQ, DIM, PAGE, HIDDEN, PAGES, CAPACITY = 4, 2, 2, 32, 16, 32, 12, 4
+HQ, HKV, HIQ, DIM, PAGE, HIDDEN, PAGES, CAPACITY, SPLITS = 4, 2, 2, 32, 16, 32, 12, 4, 2
 ROW = (HQ + 2 * HKV + HIQ + 1) * DIM
 
 
@@ -48,6 +49,7 @@ class Decode:
         self.q = torch.empty(CAPACITY, HQ, DIM, dtype=torch.bfloat16)
         self.iq = torch.empty(CAPACITY, HIQ, DIM, dtype=torch.bfloat16)
         self.out = torch.empty(CAPACITY, HQ * DIM)
+        self.workspace = torch.empty(workspace_size(CAPACITY, HKV, DIM, SPLITS))
         self.stores = [
             store(fmt, o, PAGES, heads, PAGE, DIM) for o, heads in (("linear", HKV), (order, HKV), ("linear", 1))
         ]
@@ -100,6 +102,8 @@ class Decode:
             page_table=self.table,
             out=self.out,
             scale=scale,
+            splits=SPLITS,
+            workspace=self.workspace,
         )
 
     def result(self) -> dict[str, bytes]:
@@ -149,7 +153,7 @@ def test_replays_are_fresh_runs(fmt: str, order: ScaleOrder) -> None:
         assert recorded.result() == fresh.result()
         assert recorded.result()["out"] != previous["out"]
         previous = recorded.result()
-    assert [launch.name for launch in plan.launches] == ["projection", "qkv_insert", "sparse_decode"]
+    assert [launch.name for launch in plan.launches] == [*("projection", "qkv_insert", "sparse_decode", "merge_splits")]
 
 
 def captured() -> tuple[Decode, CapturedPlan]:
@@ -166,7 +170,7 @@ def test_grids_depend_on_capacities_only() -> None:
         decode.fill(seed, step)
         with plan.check() as run:
             decode.run(run)
-    assert [launch.grid for launch in plan.launches] == [(1, 6), (4, 5), (4, 2)]
+    assert [launch.grid for launch in plan.launches] == [(1, 6), (4, 5), (4, 2, 2), (4, 2)]
 
 
 def test_replaying_needs_no_decision_of_the_step() -> None:
@@ -223,7 +227,7 @@ def test_other_sequences_of_launches_are_named() -> None:
     with pytest.raises(CaptureMismatch, match="launch 0 of projection is missing"), plan.check():
         pass
     twice = [*plan.launches, *plan.launches]
-    with pytest.raises(CaptureMismatch, match=r"launch 3 of projection; expected none"), plan.check() as run:
+    with pytest.raises(CaptureMismatch, match=r"launch 4 of projection; expected none"), plan.check() as run:
         _all(run, twice)
     with pytest.raises(CaptureMismatch, match=r"launch 0 of projection: is sparse_decode"), plan.check() as run:
         run(plan.launches[2])

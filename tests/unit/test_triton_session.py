@@ -56,9 +56,14 @@ def engine(kv: str, order: ScaleOrder) -> Engine:
     return Engine(compiler=compiler, cache=cache, page_tokens=16, chunk_tokens=2048)
 
 
-@pytest.mark.parametrize(("kv", "order"), [("bfloat16", "linear"), ("nvfp4", "token_quad")])
-def test_a_model_computes_what_it_does_on_the_reference(kv: str, order: ScaleOrder) -> None:
+@pytest.mark.parametrize(
+    ("kv", "order", "units"), [("bfloat16", "linear", 1), ("nvfp4", "token_quad", 64)], ids=["whole", "shared"]
+)
+def test_a_model_computes_what_it_does_on_the_reference(
+    kv: str, order: ScaleOrder, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """35 tokens are three blocks, of which two are selected; then decode, two sequences at once."""
+    monkeypatch.setattr(TritonSession, "_units", lambda self: units)  # then programs share the blocks of a token
     mine = engine(kv, order)
     ids = ids_for(TEXT, 35)
     want = tiny.engine(TEXT, VALUES, dtype="float32", kv=kv, index=kv, order=order, arithmetic=DEFAULT)
@@ -100,6 +105,7 @@ def attention(**changes: Any) -> OpInstance:
 def test_what_the_kernel_does_not_take_is_left_to_another() -> None:
     kernel = session().kernel(attention(), STEPS[0])
     assert isinstance(kernel, Kernel)
+    assert kernel.workspace_bytes == 0
     assert (kernel.name, kernel.arithmetic.operands) == ("m31_triton.sparse_decode", "bfloat16*float32")
     assert session().kernel(attention(num_heads=34), STEPS[0]) == Refusal(
         "17 query heads share a KV head, the kernel takes 16"

@@ -15,7 +15,7 @@ from m31.errors import OpRefused
 from m31.formats.layout import ScaleOrder
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import Store
-from m31_triton.launch import interpreted, launch_sparse_decode
+from m31_triton.launch import decode_splits, interpreted, launch_sparse_decode, workspace_size
 
 # Output in float32: probabilities hold 16 bits, sums are float32, exp2 is numpy's.
 RELATIVE = 2.0**-15
@@ -50,9 +50,12 @@ def decoded(s: Store) -> Any:
     return torch.stack([s.exact(page) for page in range(len(next(iter(s.parts.values()))))]).double().numpy()
 
 
-def attend(s: Step, q: Tensor, cache: Cache, order: ScaleOrder, scale: float, dtype: torch.dtype) -> Tensor:
+def attend(
+    s: Step, q: Tensor, cache: Cache, order: ScaleOrder, scale: float, dtype: torch.dtype, splits: int = 1
+) -> Tensor:
     out = torch.full((len(q), q[0].numel()), 7.0, dtype=dtype)
     dim = q.shape[2]
+    size = workspace_size(len(q), cache.k[0].heads, dim, splits)
     launch_sparse_decode(
         interpreted,
         s.step,
@@ -65,6 +68,8 @@ def attend(s: Step, q: Tensor, cache: Cache, order: ScaleOrder, scale: float, dt
         page_table=s.page_table,
         out=out,
         scale=scale,
+        splits=splits,
+        workspace=torch.full((size,), torch.nan) if size else None,
     )
     return out
 
@@ -145,6 +150,29 @@ def test_a_verify_step_and_empty_sequences() -> None:
     )
 
 
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_programs_that_share_the_blocks_compute_the_same(splits: int) -> None:
+    """Also more of them than blocks, some without a visible token, one that reads NaN."""
+    s, q, cache, scale, _ = run(SHAPES["few-heads"], "bfloat16", "linear", seed=8)
+    want = definition(s, q, cache, scale)
+    s.blocks[1, 1] = -1
+    want[1].reshape(4, -1)[1] = 0.0
+    out = attend(s, q, cache, "linear", scale, torch.float32, splits)
+    atol = RELATIVE * largest_value(cache)
+    np.testing.assert_allclose(out[: s.used].double().numpy(), want, rtol=RELATIVE, atol=atol)
+    assert (out[s.used :] == 7).all()
+    cache.k[0].codec.poison(cache.k[0].parts, [int(s.page_table[0, int(s.blocks[0, 2, 0])])])
+    out = attend(s, q, cache, "linear", scale, torch.float32, splits).unflatten(1, (4, -1))
+    assert out[0, 2].isnan().all()
+    assert out[0, :2].isfinite().all()
+
+
+def test_how_many_programs_share() -> None:
+    assert [decode_splits(pairs, 16, 132) for pairs in (1, 4, 32, 66, 67, 1000)] == [16, 16, 4, 2, 1, 1]
+    assert decode_splits(1, 3, 132) == 2
+    assert decode_splits(1, 16, 1) == 1
+
+
 def test_bfloat16_output_is_rounded_once() -> None:
     wide, narrow = (run(SHAPES["few-heads"], "nvfp4", "linear", dtype=t)[4] for t in (torch.float32, torch.bfloat16))
     assert torch.equal(wide.bfloat16(), narrow)
@@ -212,6 +240,8 @@ def test_what_does_not_fit_is_refused() -> None:
         attend(s, torch.zeros(three, 4, 32).bfloat16(), cache, "linear", scale, torch.float32)
     with pytest.raises(OpRefused, match=r"argument 'k pages'.*expected .*\[17, 3, 16, 16\]"):
         attend(s, q[:, :, :16].contiguous(), cache, "linear", scale, torch.float32)
+    with pytest.raises(OpRefused, match=r"3 splits.*power of two"):
+        attend(s, q, cache, "linear", scale, torch.float32, 3)
     table, s.page_table = s.page_table, s.page_table.t().contiguous().t()
     with pytest.raises(OpRefused, match=r"argument 'page_table'.*strides \[1, 5\].*side by side"):
         attend(s, q, cache, "linear", scale, torch.float32)

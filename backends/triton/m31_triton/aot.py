@@ -66,11 +66,13 @@ class KernelSpec:
 
     Args:
         name: unique.
-        launch: calls a `launch_*` function with the given runner, on meta tensors.
+        kernel: the name of the kernel.
+        launch: calls a `launch_*` function with the given runner, on meta tensors; it may launch others beside.
         must, must_not: regular expressions by target name.
     """
 
     name: str
+    kernel: str
     launch: Callable[[Runner], None]
     must: Mapping[str, tuple[str, ...]]
     must_not: Mapping[str, tuple[str, ...]]
@@ -98,9 +100,10 @@ def launch_of(spec: KernelSpec) -> Launch:
     """The one launch that a spec stands for."""
     seen: list[Launch] = []
     spec.launch(seen.append)
-    if len(seen) != 1:
-        raise CodeRejected(f"{len(seen)} launches", where=f"kernel spec '{spec.name}'", expected="one")
-    return seen[0]
+    mine = [launch for launch in seen if launch.name == spec.kernel]
+    if len(mine) != 1:
+        raise CodeRejected(f"{len(mine)} launches of {spec.kernel}", where=f"kernel spec '{spec.name}'", expected="one")
+    return mine[0]
 
 
 def compile_launch(launch: Launch, target: Target) -> Code:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,15 @@ def run_unchecked(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> No
             expected="that it is not set when triton is imported",
             fix="unset it: m31 interprets through m31_triton.interpreter, with the repairs that bfloat16 needs",
         )
-    with ONE_AT_A_TIME, repaired(), replaced(_patches(arguments)), np.errstate(all="ignore"):
+    with (
+        ONE_AT_A_TIME,
+        repaired(),
+        replaced(_patches(arguments)),
+        np.errstate(all="ignore"),
+        warnings.catch_warnings(),
+    ):
+        # A device says nothing about NaN either.
+        warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
         try:
             _form(kernel).run(grid=tuple(grid), warmup=False, **arguments)
         except InterpreterError as error:

@@ -21,7 +21,7 @@ from m31.graph import StepClass
 from m31_triton.interpreter import interpret
 from m31_triton.kernels.projection import projection
 from m31_triton.kernels.qkv_insert import qkv_insert
-from m31_triton.kernels.sparse_decode import sparse_decode
+from m31_triton.kernels.sparse_decode import merge_splits, sparse_decode
 
 ROWS = 16
 """Query heads that share a KV head, at most: the rows of the smallest matrix product."""
@@ -214,11 +214,16 @@ def launch_sparse_decode(
     page_table: Tensor,
     out: Tensor,
     scale: float,
+    splits: int,
+    workspace: Tensor | None,
 ) -> None:
     """Attention of q [T,h,D] over the selected blocks [T,kv_heads,K] of pages, into out [T,h*D] (MODEL.md §2.4).
 
     The arguments are those of the op `sparse_attention`; q holds bfloat16 values. Rows beyond cu_q's last entry are
     padding and left alone; a row for which no token is visible is zero.
+
+    `splits` programs share the blocks of a token and head, a power of two (`decode_splits`); more than one need the
+    float32 `workspace` [workspace_size].
 
     Raises OpRefused for tensors that do not belong together, more than 16 query heads per KV head, or sizes that are
     not powers of two.
@@ -248,24 +253,55 @@ def launch_sparse_decode(
         )
     _power_of_two("head size", d)
     _power_of_two("page size", page)
+    if splits < 1 or splits & (splits - 1):
+        raise OpRefused(f"{splits} splits", where="sparse_decode", expected="a power of two")
+    parts, stats = None, None
+    if splits > 1:
+        shape = (tokens, hkv, splits, ROWS)
+        if workspace is None:
+            raise OpRefused(f"no workspace for {splits} splits", where="sparse_decode", expected="float32 workspace")
+        _check("workspace", workspace, (workspace_size(tokens, hkv, d, splits),), (torch.float32,))
+        rows = math.prod(shape)
+        parts, stats = workspace[: rows * d].view(*shape, d), workspace[rows * d :].view(*shape, 2)
+    common = {"cu_q": cu_q, "out": out, "parts": parts, "stats": stats, "GROUP": group, "SEQS": step.seqs}
     arguments = dict(
         q=q,
         blocks=blocks,
         positions=positions,
-        cu_q=cu_q,
         page_table=page_table,
-        out=out,
         scale_log2=scale * math.log2(math.e),
         P=page_table.stride(0),
-        GROUP=group,
         TOPK=topk,
         TOPK_PADDED=_padded(topk),
-        SEQS=step.seqs,
         SEQS_PADDED=_padded(step.seqs),
         TILE=min(page, 64),
+        SPLITS=splits,
+        **common,
         **_stored(k, v, hkv, d, page),
     )
-    run(Launch(sparse_decode, (tokens, hkv), arguments, {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}))
+    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    run(Launch(sparse_decode, (tokens, hkv, splits), arguments, options))
+    if splits > 1:
+        run(Launch(merge_splits, (tokens, hkv), {**common, "HKV": hkv, "D": d, "SPLITS": splits}, options))
+
+
+def decode_splits(pairs: int, topk: int, units: int) -> int:
+    """How many programs should share one token and head.
+
+    Args:
+        pairs: tokens times KV heads, at capacity.
+        topk: blocks of each, at most; one program for each block is the most that is useful.
+        units: programs that the device runs at once.
+    """
+    splits = 1
+    while splits * 2 * pairs <= units and splits * 2 <= topk:
+        splits *= 2
+    return splits
+
+
+def workspace_size(tokens: int, kv_heads: int, dim: int, splits: int) -> int:
+    """float32 elements of the parts of `splits` splits; 0 for one."""
+    return 0 if splits == 1 else tokens * kv_heads * splits * ROWS * (dim + 2)
 
 
 def _stored(k: Pages, v: Pages, heads: int, dim: int, page: int) -> dict[str, Any]:

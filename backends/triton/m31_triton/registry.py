@@ -18,6 +18,7 @@ from m31_triton.launch import (
     launch_projection,
     launch_qkv_insert,
     launch_sparse_decode,
+    workspace_size,
 )
 
 HEADS, KV_HEADS, INDEX_HEADS, DIM, PAGE, TOPK, HIDDEN = 16, 1, 1, 128, 128, 16, 6144
@@ -69,8 +70,9 @@ def _qkv_insert(run: Runner, nvfp4: bool) -> None:
     )
 
 
-def _sparse_decode(run: Runner, nvfp4: bool) -> None:
+def _sparse_decode(run: Runner, nvfp4: bool, splits: int) -> None:
     tokens = DECODE.tokens
+    size = workspace_size(tokens, KV_HEADS, DIM, splits)
     launch_sparse_decode(
         run,
         DECODE,
@@ -83,6 +85,8 @@ def _sparse_decode(run: Runner, nvfp4: bool) -> None:
         page_table=_integers(DECODE.seqs, DECODE.pages),
         out=_empty(tokens, HEADS * DIM),
         scale=DIM**-0.5,
+        splits=splits,
+        workspace=_empty(size, dtype=torch.float32) if size else None,
     )
 
 
@@ -105,12 +109,14 @@ SPECS: dict[str, KernelSpec] = {
     for spec in (
         KernelSpec(
             name="projection/decode",
+            kernel="projection",
             launch=lambda run: _projection(run, DECODE),
             must=_expect(sm=(_SMALL, r"cp\.async"), gfx950=(_SMALL_GFX,)),
             must_not=_expect(sm=(r"tf32",), gfx950=(r"v_mfma_f32_\d+x\d+x\d+_f32",)),
         ),
         KernelSpec(
             name="projection/prefill",
+            kernel="projection",
             launch=lambda run: _projection(run, PREFILL),
             must=_expect(
                 sm=(_TCGEN,),
@@ -121,12 +127,14 @@ SPECS: dict[str, KernelSpec] = {
         ),
         KernelSpec(
             name="qkv_insert/bfloat16",
+            kernel="qkv_insert",
             launch=lambda run: _qkv_insert(run, nvfp4=False),
             must=_expect(sm=(*_IEEE, r"cvt\.rn\.bf16"), gfx950=(r"v_cvt_pk_bf16_f32", r"v_div_fixup_f32")),
             must_not=_expect(sm=(*_LOOSE, r"e4m3"), gfx950=(r"_fp8_",)),
         ),
         KernelSpec(
             name="qkv_insert/nvfp4",
+            kernel="qkv_insert",
             launch=lambda run: _qkv_insert(run, nvfp4=True),
             must=_expect(
                 sm=(*_IEEE, r"cvt\.rn\.satfinite\.e4m3x2\.f32"),
@@ -136,19 +144,28 @@ SPECS: dict[str, KernelSpec] = {
         ),
         KernelSpec(
             name="sparse_decode/bfloat16",
-            launch=lambda run: _sparse_decode(run, nvfp4=False),
+            kernel="sparse_decode",
+            launch=lambda run: _sparse_decode(run, nvfp4=False, splits=1),
             must=_expect(sm=(_SMALL, r"ex2\.approx", r"cp\.async"), gfx950=(_SMALL_GFX, r"v_exp_f32")),
             must_not=_expect(sm=(r"tf32", r"e4m3"), gfx950=(r"v_mfma_f32_\d+x\d+x\d+_f32",)),
         ),
         KernelSpec(
             name="sparse_decode/nvfp4",
-            launch=lambda run: _sparse_decode(run, nvfp4=True),
+            kernel="sparse_decode",
+            launch=lambda run: _sparse_decode(run, nvfp4=True, splits=4),
             must=_expect(
                 sm=(_SMALL, r"ex2\.approx", r"cvt\.rn\.f16x2\.e4m3x2", r"cvt\.rn\.bf16x2\.f32"),
                 gfx950=(_SMALL_GFX, r"v_cvt_scalef32_pk_f32_fp8", r"v_cvt_pk_bf16_f32"),
             ),
             # Products of E2M1 and E4M3 are exact in bfloat16; rounding them to E4M3 would not be.
             must_not=_expect(sm=(r"tf32", r"satfinite\.e4m3"), gfx950=(r"v_cvt_scalef32_pk_fp8",)),
+        ),
+        KernelSpec(
+            name="merge_splits",
+            kernel="merge_splits",
+            launch=lambda run: _sparse_decode(run, nvfp4=True, splits=4),
+            must=_expect(sm=(r"ex2\.approx", r"div\.rn\.f32"), gfx950=(r"v_exp_f32", r"v_div_fixup_f32")),
+            must_not=_expect(sm=(r"mma", r"tf32"), gfx950=(r"v_mfma",)),
         ),
     )
 }

@@ -17,7 +17,16 @@ from m31.errors import BackendRefused
 from m31.formats.arithmetic import ArithmeticSpec, parse
 from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, RunKernel, Shard, StepClass
 from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Limits, Session
-from m31_triton.launch import ROWS, Pages, Runner, interpreted, launch_sparse_decode, on_device
+from m31_triton.launch import (
+    ROWS,
+    Pages,
+    Runner,
+    decode_splits,
+    interpreted,
+    launch_sparse_decode,
+    on_device,
+    workspace_size,
+)
 
 if TYPE_CHECKING:
     from m31.config import Model
@@ -81,25 +90,35 @@ class TritonSession(Session):
         kv_heads = op.attrs["kv_heads"]
         if heads // kv_heads > ROWS:
             return Refusal(f"{heads // kv_heads} query heads share a KV head, the kernel takes {ROWS}")
-        if not _fits(dim):
+        if not isinstance(dim, int) or not _fits(dim):
             return Refusal(f"heads of {dim} channels, the kernel takes powers of two from 16")
+        topk = op.inputs[2].shape[2]  # type: ignore[union-attr]
+        splits = decode_splits(step.tokens * kv_heads, int(topk), self._units())
         how = "interpreted on the processor" if self.device.type == "cpu" else f"compiled for {self.device}"
         return Kernel(
             name="m31_triton.sparse_decode",
-            run=self._sparse_attention(op.attrs["layer"], op.attrs["scale"], step),
+            run=self._sparse_attention(op.attrs["layer"], op.attrs["scale"], step, splits),
             arithmetic=Arithmetic("bfloat16*float32", "float32", "float32"),
-            workspace_bytes=0,
-            why=f"one program per token and KV head, {how}",
+            workspace_bytes=4 * workspace_size(step.tokens, kv_heads, dim, splits),
+            why=f"{splits} programs per token and KV head, {how}",
         )
 
-    def _sparse_attention(self, layer: int, scale: float, step: StepClass) -> RunKernel:
+    def _units(self) -> int:
+        """Programs that the device runs at once; the interpreter runs one."""
+        if self.device.type == "cpu":
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def _sparse_attention(self, layer: int, scale: float, step: StepClass, splits: int) -> RunKernel:
         def run(outs: Sequence[Any], ins: Sequence[Any], weights: None, workspace: Tensor | None) -> None:
             q, cache, blocks, positions, cu_q, _, page_table = ins
             # Where padding was cut off, the buffers are smaller than the step class.
             seqs, pages = page_table.shape
+            tokens, heads = blocks.shape[:2]
+            size = workspace_size(tokens, heads, q.shape[2], splits)
             launch_sparse_decode(
                 self.run,
-                replace(step, tokens=len(q), seqs=seqs, pages=pages),
+                replace(step, tokens=tokens, seqs=seqs, pages=pages),
                 q=q,
                 k=_pages(cache, layer, "k"),
                 v=_pages(cache, layer, "v"),
@@ -109,6 +128,8 @@ class TritonSession(Session):
                 page_table=page_table,
                 out=outs[0],
                 scale=scale,
+                splits=splits,
+                workspace=workspace[: 4 * size].view(torch.float32) if workspace is not None and size else None,
             )
 
         return run

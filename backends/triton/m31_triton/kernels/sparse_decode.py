@@ -2,7 +2,8 @@
 
 One program is one token and one KV head: its query heads, up to 16, are the rows of the matrix products, and it walks
 over the blocks that the head's index branch selected. Made for decode and short verifies, where reading pages is what
-takes time; right for any step.
+takes time; right for any step. A few tokens are too few programs to fill a device: then several share the blocks of
+one token and head, and `merge_splits` puts their parts together.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -24,7 +25,9 @@ def sparse_decode(
     positions,  # [T] int64
     cu_q,  # [SEQS+1] int64
     page_table,  # [SEQS,...] int64, P from row to row
-    out,  # [T,HKV*GROUP*D]
+    out,  # [T,HKV*GROUP*D]; left alone if SPLITS is not 1
+    parts,  # None, or float32 [T,HKV,SPLITS,16,D]: sums of p v, p relative to the largest logit of the split
+    stats,  # None, or float32 [T,HKV,SPLITS,16,2]: that logit (times log2(e)) and the sum of p
     scale_log2,  # softmax scale times log2(e)
     P,
     HKV: tl.constexpr,
@@ -38,8 +41,9 @@ def sparse_decode(
     NVFP4: tl.constexpr,
     V_QUAD: tl.constexpr,
     TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """Grid (T, HKV). Rows of no sequence are padding: nothing of theirs is read or written."""
+    """Grid (T, HKV, SPLITS). Rows of no sequence are padding: nothing of theirs is read or written."""
     t = tl.program_id(0)
     head = tl.program_id(1)
     # The sequence of row t: as many as end at or before it. Padding has no queries, so it ends where the last one does.
@@ -63,7 +67,10 @@ def sparse_decode(
     total = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, D), tl.float32)
     PER_BLOCK: tl.constexpr = PAGE // TILE
-    for i in range(count * PER_BLOCK):
+    tiles = count * PER_BLOCK
+    share = tl.cdiv(tiles, SPLITS)
+    split = tl.program_id(2)
+    for i in range(split * share, tl.minimum(tiles, (split + 1) * share)):
         block = tl.load(blocks + pair * TOPK + i // PER_BLOCK)
         token = (i % PER_BLOCK) * TILE + tl.arange(0, TILE)
         # Tokens after the query may lie in the same block, in a page that was never written that far.
@@ -86,8 +93,53 @@ def sparse_decode(
         acc = tl.dot(high, v_nD, acc * kept[:, None])
         acc = tl.dot(low, v_nD, acc)
         top = new_top
-    o = tl.where(total[:, None] == 0.0, 0.0, tl.div_rn(acc, tl.broadcast_to(total[:, None], (16, D))))
-    tl.store(out + at_q, o.to(out.dtype.element_ty), mask=rows)
+    if SPLITS == 1:
+        tl.store(out + at_q, _quotient(acc, total, D).to(out.dtype.element_ty), mask=rows)
+    else:
+        at = (pair * SPLITS + split) * 16 + g
+        tl.store(parts + at[:, None] * D + d[None, :], acc)
+        tl.store(stats + at * 2, top)
+        tl.store(stats + at * 2 + 1, total)
+
+
+@triton.jit
+def merge_splits(
+    parts,  # as sparse_decode wrote them
+    stats,
+    cu_q,  # [SEQS+1] int64
+    out,  # [T,HKV*GROUP*D]
+    HKV: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SEQS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Grid (T, HKV). Rows of no sequence are padding: nothing of theirs is read or written."""
+    t = tl.program_id(0)
+    if t >= tl.load(cu_q + SEQS):
+        return
+    pair = t.to(tl.int64) * HKV + tl.program_id(1)
+    g = tl.arange(0, 16)
+    d = tl.arange(0, D)
+    s = tl.arange(0, SPLITS)
+    at = ((pair * SPLITS + s) * 16)[:, None] + g[None, :]
+    tops = tl.load(stats + at * 2)
+    top = tl.max(tops, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(tops - base[None, :]) * tl.load(stats + at * 2 + 1), 0)
+    acc = tl.zeros((16, D), tl.float32)
+    for i in range(SPLITS):
+        row = (pair * SPLITS + i) * 16 + g
+        weight = tl.exp2(tl.load(stats + row * 2) - base)
+        acc += weight[:, None] * tl.load(parts + row[:, None] * D + d[None, :])
+    at_o = (pair * GROUP + g)[:, None] * D + d[None, :]
+    tl.store(out + at_o, _quotient(acc, total, D).to(out.dtype.element_ty), mask=(g < GROUP)[:, None])
+
+
+@triton.jit
+def _quotient(acc, total, D: tl.constexpr):
+    """acc [16,D] / total [16]; zero where nothing was visible. NaN stays NaN."""
+    return tl.where(total[:, None] == 0.0, 0.0, tl.div_rn(acc, tl.broadcast_to(total[:, None], (16, D))))
 
 
 @triton.jit
