@@ -137,8 +137,9 @@ SPECS: dict[str, KernelSpec] = {
             kernel="qkv_insert",
             launch=lambda run: _qkv_insert(run, nvfp4=True),
             must=_expect(
-                sm=(*_IEEE, r"cvt\.rn\.satfinite\.e4m3x2\.f32"),
-                gfx950=(r"v_cvt_scalef32_pk_fp8_f32", r"v_div_fixup_f32"),
+                sm=(*_IEEE, r"cvt\.rn\.satfinite\.e4m3x2\.f32", r"min\.f32"),
+                # The minimum is the saturation that this conversion has only in a mode of its own.
+                gfx950=(r"v_cvt_scalef32_pk_fp8_f32", r"v_min_f32", r"v_div_fixup_f32"),
             ),
             must_not=_expect(sm=_LOOSE),
         ),
