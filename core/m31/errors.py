@@ -93,6 +93,10 @@ class NonFiniteWeight(CheckpointError):
     """A weight holds NaN or infinity."""
 
 
+class DamagedScale(NonFiniteWeight):
+    """A block scale is NaN or has a sign; what it scales has no agreed value."""
+
+
 class DestinationBusy(CheckpointError):
     """Another process is writing the same checkpoint folder."""
 

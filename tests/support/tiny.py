@@ -99,6 +99,10 @@ class Held:
     def format(self) -> str:
         return "plain"
 
+    @property
+    def path(self) -> str:
+        return "memory"
+
     def load(self) -> torch.Tensor:
         return self.value
 
@@ -226,7 +230,12 @@ def engine(
 ) -> Engine:
     """An engine over the reference backend, its pages poisoned. Pages are in the compute dtype unless told."""
     session = ReferenceBackend(None).open(  # type: ignore[arg-type]
-        device=None, dtype=dtype, rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
+        device=None,
+        dtype=dtype,
+        rank=0,
+        world=1,
+        arithmetic=parse(arithmetic),
+        options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
     spec = KVSpec.of(description, kv or dtype, index or dtype, order)  # type: ignore[arg-type]
     graph = trace(description, Rounding.of(session.numerics, spec.kv_format, spec.index_format))

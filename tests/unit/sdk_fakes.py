@@ -24,7 +24,7 @@ GOOD_BACKEND = """
 from m31.sdk.backend import Backend
 
 class Plugin(Backend):
-    def open(self, *, device, dtype, rank, world, arithmetic, weight_cache_bytes):
+    def open(self, *, device, dtype, rank, world, arithmetic, options):
         raise NotImplementedError("a test's backend is never opened")
 """
 
@@ -40,9 +40,10 @@ def manifest_text(name: str, /, **changes: Any) -> str:
         "ops": "all",
         "fallback": [],
         "arithmetic": ["exact"],
+        "options": [],
         "device": {"kind": "cpu"},
         "packages": {},
-        "formats": {"weights": ["bfloat16"], "experts": ["bfloat16"], "kv": ["bfloat16"], "index": ["bfloat16"]},
+        "formats": {"compute": ["float32"], "weights": ["bfloat16"], "kv": ["bfloat16"], "index": ["bfloat16"]},
         "limits": {
             "context_tokens": 4096,
             "kv_page_tokens": 128,

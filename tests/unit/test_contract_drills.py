@@ -20,6 +20,7 @@ from m31.conformance import (
     roundoff,
 )
 from m31.errors import ContractViolation, OpRefused
+from m31.formats.arithmetic import parse
 from m31.graph import Arithmetic, Kernel, OpInstance, Shard, StepBatch, StepClass, trace
 from m31.sdk.backend import ExportedPages, KVSpec
 from m31_reference.cache import PagedCache
@@ -34,7 +35,7 @@ SPEC = KVSpec.of(SMALL, "float32", "float32")
 
 
 def reference(dtype: str = "float32", arithmetic: str = "exact") -> ReferenceSession:
-    return ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1, arithmetic=arithmetic)  # type: ignore[arg-type]
+    return ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1, arithmetic=parse(arithmetic))  # type: ignore[arg-type]
 
 
 def op(name: str) -> OpInstance:

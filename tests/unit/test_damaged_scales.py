@@ -11,8 +11,7 @@ import torch
 from tests.support.quantised import bf16_config, save, stored_tensors, write_quantised
 
 from m31.checkpoint import Checkpoint, convert, inspect
-from m31.checkpoint.damage import DamagedScale
-from m31.errors import CheckpointError, NonFiniteWeight
+from m31.errors import CheckpointError, DamagedScale, NonFiniteWeight
 
 EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
 LINEAR = "model.layers.1.self_attn.q_proj.weight"

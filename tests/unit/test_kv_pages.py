@@ -15,7 +15,7 @@ from m31 import config
 from m31.errors import BackendRefused, LayoutMismatch
 from m31.formats import fp8, int8, layout, nvfp4
 from m31.formats.layout import ScaleOrder
-from m31.sdk.backend import KVSpec
+from m31.sdk.backend import KVSpec, Limits
 from m31_reference.cache import PagedCache, PagedLayout
 from m31_reference.codecs import Fp8, Nvfp4
 from m31_reference.session import ReferenceBackend
@@ -299,8 +299,10 @@ def test_what_is_not_finite_stays_visible(name: str, bad: float) -> None:
 def test_the_manifest_and_the_session_name_the_same_formats(dtype: str) -> None:
     """The first is the default: the compute dtype on the reference."""
     session = ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1)  # type: ignore[arg-type]
-    limits = session.limits(config.parse(config.published("m3.1-flash"), where="published"))
-    manifest = shipped_manifest("reference").formats
+    model = config.parse(config.published("m3.1-flash"), where="published")
+    declared = Limits.declared(shipped_manifest("reference"), model)
+    limits, manifest = session.limits(model, declared), shipped_manifest("reference").formats
+    assert limits.within(declared)
     assert limits.kv_formats[0] == limits.index_formats[0] == dtype
     assert set(limits.kv_formats) == set(manifest.kv)
     assert set(limits.index_formats) == set(manifest.index)

@@ -7,6 +7,7 @@ same float64 operands (the derived criterion of DESIGN.md §7 belongs to the con
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,29 @@ import torch
 
 from m31 import ops
 from m31.errors import OpRefused
-from m31.ops import Case, OpSpec
+from m31.ops import Attrs, Case, OpSpec
+from m31.parallel import COLLECTIVES, LocalGroup, collective_kernel
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import Store
 from m31_reference.codecs import Plain
 from m31_reference.kernels import KERNELS
 from m31_reference.weights import Weights
+
+
+@dataclass
+class Collective:
+    """As much of an op instance as a collective kernel looks at."""
+
+    spec: OpSpec
+    attrs: Attrs
+
+
+def kernel(spec: OpSpec, attrs: Attrs) -> Any:
+    """The reference's kernel; collectives are the group's, which is the identity for a world of one."""
+    if spec.name in COLLECTIVES:
+        return collective_kernel(Collective(spec, attrs), LocalGroup())
+    return (KERNELS.get(spec.name) or ATTENTION[spec.name])(attrs)
+
 
 CASES = [(spec, case) for spec in ops.ALL.values() for case in spec.cases()]
 
@@ -81,8 +99,7 @@ def run(spec: OpSpec, case: Case, dtype: torch.dtype, *, gaps: bool) -> tuple[li
             outs.append(torch.full(want.shape, torch.nan, dtype=dtype))
         if gaps and arg.kind != "state":
             outs[-1] = strided(outs[-1])
-    make = KERNELS.get(spec.name) or ATTENTION[spec.name]
-    make(case.attrs)(outs, ins, weights, None)
+    kernel(spec, case.attrs)(outs, ins, weights, None)
     return outs, expected
 
 
@@ -107,7 +124,7 @@ def test_reference_equals_naive(spec: OpSpec, case: Case, dtype: torch.dtype, ga
 
 
 def test_the_case_list_reaches_every_op() -> None:
-    assert {spec.name for spec, _ in CASES} == set(ops.ALL) == set(KERNELS) | set(ATTENTION)
+    assert {spec.name for spec, _ in CASES} == set(ops.ALL) == set(KERNELS) | set(ATTENTION) | set(COLLECTIVES)
 
 
 @pytest.mark.parametrize("name", ["choice", "choice-before-unwritten", "choice-in-company", "choice-at-128"])

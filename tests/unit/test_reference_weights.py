@@ -10,6 +10,7 @@ from tests.support import tiny
 from tests.unit.test_whole_model import greedy, ids_for, logits
 
 from m31.errors import BackendRefused, NonFiniteWeight
+from m31.formats.arithmetic import parse
 from m31.graph import trace
 from m31.parallel import WHOLE
 from m31_reference.session import ReferenceBackend, ReferenceSession
@@ -23,7 +24,12 @@ EXPERT_BYTES = 64 * 64 * 4
 
 def opened(weight_cache_bytes: int | None = None, arithmetic: str = "exact") -> ReferenceSession:
     return ReferenceBackend(None).open(  # type: ignore[arg-type]
-        device=None, dtype="float32", rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
+        device=None,
+        dtype="float32",
+        rank=0,
+        world=1,
+        arithmetic=parse(arithmetic),
+        options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
 
 

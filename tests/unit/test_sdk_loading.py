@@ -13,6 +13,7 @@ from sdk_fakes import GOOD_BACKEND, GPU_BACKENDS, answer, candidate, home_dist, 
 
 import m31
 from m31.errors import BackendLoadFailed, BackendRefused, UnknownBackend
+from m31.formats.arithmetic import NAMED
 from m31.sdk import choosing
 from m31.sdk.child import run_child
 from m31.sdk.discovery import Candidate, discover
@@ -163,7 +164,7 @@ def test_m31s_own_gpu_backends_load_and_refuse_to_open(here: Path) -> None:
         backend = load(named(name))
         assert backend.manifest.name == name
         with pytest.raises(BackendRefused, match=f"backend '{name}': {name} claims no ops yet in this release"):
-            backend.open(device=None, dtype="bfloat16", rank=0, world=1, arithmetic=None, weight_cache_bytes=None)
+            backend.open(device=None, dtype="bfloat16", rank=0, world=1, arithmetic=NAMED["exact"], options={})
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,11 @@ def test_names_are_normalised() -> None:
 # --- m31's own manifests: MODEL.md §8 ----------------------------------------------------------------------
 
 TABLE = {
-    # name: vendor, architectures, devices, experts, preferred KV, context, draft, video, TP
+    # name: vendor, architectures, devices, arithmetic, preferred KV, context, draft, video, TP
     "hopper": ("nvidia", ("sm_90",), 8, "w4a16", "fp8", 262_144, 0, False, 8),
-    "blackwell": ("nvidia", ("sm_100", "sm_103"), 4, "nvfp4", "nvfp4", 1_048_576, 7, True, 4),
-    "rubin": ("nvidia", ("sm_107",), 4, "nvfp4", "nvfp4", 1_048_576, 7, True, 4),
-    "mi355x": ("amd", ("gfx950",), 4, "mxfp8", "nvfp4", 1_048_576, 3, True, 4),
+    "blackwell": ("nvidia", ("sm_100", "sm_103"), 4, "w4a4-q8kv4", "nvfp4", 1_048_576, 7, True, 4),
+    "rubin": ("nvidia", ("sm_107",), 4, "w4a4-q8kv4", "nvfp4", 1_048_576, 7, True, 4),
+    "mi355x": ("amd", ("gfx950",), 4, "w8a8-mxfp8", "nvfp4", 1_048_576, 3, True, 4),
 }
 
 
@@ -127,7 +127,16 @@ TABLE = {
 def test_gpu_manifests_state_the_limits_of_the_specification(name: str) -> None:
     m = shipped_manifest(name)
     d, f, n = m.device, m.formats, m.limits
-    stated = (d.vendor, d.architectures, d.min_count, f.experts[0], f.kv[0], n.context_tokens, n.draft_tokens, n.video)
+    stated = (
+        d.vendor,
+        d.architectures,
+        d.min_count,
+        m.arithmetic[0],
+        f.kv[0],
+        n.context_tokens,
+        n.draft_tokens,
+        n.video,
+    )
     assert (*stated, n.tensor_parallel) == TABLE[name]
     assert m.limits.kv_page_tokens == 128
     assert m.ops == ()  # no kernel in this release, and none claimed

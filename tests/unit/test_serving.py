@@ -39,8 +39,8 @@ class Partial(Session):
         self.device, self.dtypes, self.numerics = self._real.device, self._real.dtypes, self._real.numerics
         self.prepared: list[str] = []
 
-    def limits(self, model: Any) -> Limits:
-        return self._real.limits(model)
+    def limits(self, model: Any, declared: Limits) -> Limits:
+        return self._real.limits(model, declared)
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         if op.spec.name not in self._ops or self._step not in (None, step.kind):

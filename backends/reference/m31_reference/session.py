@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,14 +11,14 @@ import torch
 
 from m31.errors import BackendRefused, NonFiniteWeight
 from m31.formats import nvfp4
-from m31.formats.arithmetic import ArithmeticSpec, parse
+from m31.formats.arithmetic import NAMED, ArithmeticSpec
 from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, Shard, StepClass
-from m31.sdk.backend import Backend, KVFormat, KVLayout, KVSpec, LazyTensor, Limits, Session
+from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Limits, Session
+from m31.sdk.memory import host_memory_free
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import PagedLayout
 from m31_reference.emulation import emulated
 from m31_reference.kernels import KERNELS
-from m31_reference.memory import available_host_memory
 from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite, transformed
 
 if TYPE_CHECKING:
@@ -44,19 +45,11 @@ class ReferenceSession(Session):
         # One that stores all of them plain is computed as if it were quantised, to imitate or to train.
         self._stored: dict[str, set[str]] = {"plain": set(), "mxfp8": set(), "nvfp4": set()}
 
-    def limits(self, model: Model) -> Limits:
-        """The model's own limits; text only, no drafting yet."""
-        others: tuple[KVFormat, ...] = ("float32", "float64", "bfloat16", "fp8", "nvfp4")
-        # Exact pages are the default: the reference defines what is right.
-        kv: tuple[KVFormat, ...] = tuple(sorted(others, key=lambda name: name != self.compute))
-        return Limits(
-            max_context=model.text.max_position,
-            kv_formats=kv,
-            index_formats=(*kv, "int8"),
-            draft_tokens=0,
-            image=False,
-            video=False,
-        )
+    def limits(self, model: Model, declared: Limits) -> Limits:
+        """The manifest's. Exact pages come first: the reference defines what is right."""
+        kv = tuple(sorted(declared.kv_formats, key=lambda name: name != self.compute))
+        index = tuple(sorted(declared.index_formats, key=lambda name: name != self.compute))
+        return dataclasses.replace(declared, kv_formats=kv, index_formats=index)
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         """Every op of the text model, at every step class, in the session's arithmetic."""
@@ -174,7 +167,7 @@ class ReferenceSession(Session):
         """What the device, or the host within its control group, has free."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
-        return available_host_memory()
+        return host_memory_free()
 
     def weight_bytes(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> int:
         """Plain weights in another dtype are converted and held, except experts, which go through the bounded cache."""
@@ -198,12 +191,12 @@ class ReferenceBackend(Backend):
         dtype: str,
         rank: int,
         world: int,
-        arithmetic: str | None = None,
-        weight_cache_bytes: int | None = None,
+        arithmetic: ArithmeticSpec = NAMED["exact"],
+        options: Mapping[str, int] | None = None,
     ) -> ReferenceSession:
         """See `Backend.open`. The reference's own arithmetic is exact: nothing is quantised but what is stored so.
 
-        `weight_cache_bytes` None is a quarter of the memory that is free now.
+        Without `weight_cache_bytes` a quarter of the memory that is free now is used for decoded weights.
         """
         if dtype not in _DTYPES:
             raise BackendRefused(
@@ -220,8 +213,9 @@ class ReferenceBackend(Backend):
                 where="backend reference",
                 fix="use --device cpu, or a device of this torch build",
             ) from error
+        weight_cache_bytes = (options or {}).get("weight_cache_bytes")
         if weight_cache_bytes is not None and weight_cache_bytes < 0:
             raise BackendRefused(
                 f"a weight cache of {weight_cache_bytes} bytes", where="backend reference", expected="0 or more"
             )
-        return ReferenceSession(target, _DTYPES[dtype], parse(arithmetic or "exact"), weight_cache_bytes)
+        return ReferenceSession(target, _DTYPES[dtype], arithmetic, weight_cache_bytes)

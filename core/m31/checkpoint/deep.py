@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from m31.checkpoint.damage import E8M0_LARGE
 from m31.checkpoint.encoding import chunk_rows
 from m31.checkpoint.folder import listed
 from m31.checkpoint.inventory import MX_BLOCK
 from m31.checkpoint.logical import GlobalScale, QuantizedTensor
 from m31.checkpoint.reader import TensorFolder
 from m31.errors import NonFiniteWeight
+from m31.formats.scales import E8M0_LARGE
 
 _FULL = 2688.0  # 448 * 6, what the largest weight becomes under G (MODEL.md §3.2)
 _TOLERANCE = 0.05  # of that; rounding the largest block scale costs at most 1/28

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from m31.checkpoint.damage import E8M0_LARGE, check_scale
 from m31.checkpoint.inventory import TensorDecl, expected, numel
 from m31.checkpoint.lazy import LazyTensor, stored_dtype, torch_dtype
 from m31.checkpoint.logical import GlobalScale, LogicalTensor, QuantizedTensor
 from m31.config.model import Model, Text, WeightFormat
 from m31.errors import CheckpointError, DuplicateTensor, NonFiniteWeight, UnexpectedTensor, WrongDtype, WrongShape
+from m31.formats.scales import E8M0_LARGE, check_scale
 
 if TYPE_CHECKING:
     import torch

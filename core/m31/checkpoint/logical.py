@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from m31.checkpoint.damage import check_scale
 from m31.checkpoint.inventory import ITEMSIZE, MX_BLOCK, NV_GROUP, numel
 from m31.checkpoint.lazy import LazyTensor
 from m31.errors import CheckpointError, NonFiniteWeight
+from m31.formats.scales import check_scale
 
 if TYPE_CHECKING:
     import torch

@@ -76,7 +76,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--backend", metavar="NAME", help="backend to use (default: M31_BACKEND, else the best usable one)"
     )
     group.add_argument("--device", metavar="DEVICE", help="device of the backend (default: the backend decides)")
-    group.add_argument("--dtype", metavar="DTYPE", default="float32", help="compute type (default: %(default)s)")
+    group.add_argument("--dtype", metavar="DTYPE", help="compute type (default: the backend's)")
     group.add_argument(
         "--kv-dtype", metavar="DTYPE", help="format of keys and values in the pages (default: the backend's)"
     )

@@ -54,4 +54,5 @@ def bound(arithmetic: Arithmetic, reference: F64, magnitude: F64, terms: int, *,
     x, _, w = arithmetic.operands.partition("*")
     rounding = sum(roundoff(o) for o in (x, w or x) if roundoff(o) > roundoff(given))
     accumulation = CONSTANT * terms**0.5 * roundoff(arithmetic.accumulate)
-    return roundoff(arithmetic.output) * np.abs(reference) + (accumulation + rounding) * magnitude
+    allowed: F64 = roundoff(arithmetic.output) * np.abs(reference) + (accumulation + rounding) * magnitude
+    return allowed

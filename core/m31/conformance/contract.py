@@ -17,16 +17,18 @@ import torch
 from m31.conformance.bounds import bound
 from m31.errors import ContractViolation, LayoutMismatch
 from m31.graph import Kernel, OpInstance, Plan, Shard, StepBatch, StepClass
-from m31.sdk.backend import ExportedPages, KVCache, KVLayout, LazyTensor, Session
+from m31.sdk.backend import ExportedPages, KVCache, KVLayout, LazyTensor, Session, StoredPart
 
 RULES = {
     "arithmetic": "a kernel is as accurate as the arithmetic that it declares",
     "release": "prepare keeps nothing of its source alive but what the handle says that it reads in place",
     "fixed-buffers": "a plan allocates when it is made, not when it runs",
+    "limits": "a session serves at most what its manifest declares",
     "layout-id": "pages of another layout id, version included, are refused, and nothing is written",
 }
-"""Name -> what it asks. Two more are enforced where they apply: a fusion that does not match as often as the model has
-its body is refused by the fuse pass, and an op falls back only if the manifest lists it (`m31.sdk.Serving`)."""
+"""Name -> what it asks. `limits` is checked when a checkpoint is opened. Two more are enforced where they apply: a
+fusion that does not match as often as the model has its body is refused by the fuse pass, and an op falls back only if
+the manifest lists it (`m31.sdk.Serving`)."""
 
 
 def check_linear_arithmetic(session: Session, op: OpInstance, step: StepClass, *, seed: int) -> None:
@@ -154,6 +156,7 @@ class _Held:
     name: str
     value: torch.Tensor
     format: str = "plain"
+    path: str = "memory"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -207,7 +210,7 @@ class _Watched:
 
     def parts(self) -> dict[str, _WatchedPart]:
         """The stored tensors, their loads watched as well."""
-        return {role: _WatchedPart(self, part.load()) for role, part in self.source.parts().items()}
+        return {role: _WatchedPart(self, part) for role, part in self.source.parts().items()}
 
     def copy(self, value: torch.Tensor) -> torch.Tensor:
         """`value` in numpy memory: torch holds the array for as long as any tensor uses its storage."""
@@ -224,8 +227,28 @@ class _Watched:
 @dataclass(frozen=True)
 class _WatchedPart:
     owner: _Watched
-    value: torch.Tensor
+    source: StoredPart
+
+    @property
+    def name(self) -> str:
+        """Of the source."""
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the source."""
+        return self.source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the source."""
+        return self.source.dtype
+
+    @property
+    def path(self) -> object:
+        """Of the source."""
+        return self.source.path
 
     def load(self) -> torch.Tensor:
         """A watched copy of the stored elements."""
-        return self.owner.copy(self.value)
+        return self.owner.copy(self.source.load())

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from m31.config import Model as ModelConfig
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
-from m31.engine.opening import fallback_note, open_model
+from m31.engine.opening import Opened, fallback_note, open_model
 from m31.errors import MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
-from m31.sdk.manifest import Manifest
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
 
@@ -30,7 +28,7 @@ def load(
     *,
     backend: str | None = None,
     device: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     kv_dtype: str | None = None,
     index_dtype: str | None = None,
     v_scale_order: str | None = None,
@@ -44,7 +42,7 @@ def load(
         path: the folder; everything in it is validated before anything is computed.
         backend: a backend's name; None chooses (see `m31 backends`).
         device: passed to the backend; None is its own choice.
-        dtype: compute dtype, `float32` or `float64` on the reference.
+        dtype: compute dtype; None is the first that the backend lists. The reference has `float32` and `float64`.
         kv_dtype: format of K and V in the pages; None is the backend's default, the first of its list, or `nvfp4` with
             an arithmetic that reads keys and values as E4M3.
         index_dtype: format of the index keys; likewise.
@@ -72,7 +70,7 @@ def load(
         index_dtype=index_dtype,
         v_scale_order=v_scale_order,
         arithmetic=arithmetic,
-        weight_cache_bytes=weight_cache_bytes,
+        options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
     checkpoint, compiler, spec = opened.checkpoint, opened.compiler, opened.spec
     config, folder, session = checkpoint.config, Path(path), opened.serving.session
@@ -83,7 +81,7 @@ def load(
     template = ChatTemplate.find(folder)
     assigned = list(compiler.assigned(STEPS))
     layout = opened.serving.kv_layout(spec, assigned)
-    cap = _cap(session, config, opened.manifest, max_context)
+    cap = _cap(opened, max_context)
     cap, cache = _allocate(
         session, spec, layout, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
     )
@@ -97,7 +95,7 @@ def load(
             "weights": _weight_format(compiler.graph),
             "kv": spec.kv_format,
             "index": spec.index_format,
-            "compute": dtype,
+            "compute": str(session.dtypes["model"]).removeprefix("torch."),
             "arithmetic": session.numerics.name,
         },
         engine=engine,
@@ -112,12 +110,11 @@ def load(
     )
 
 
-def _cap(session: Session, config: ModelConfig, manifest: Manifest, max_context: int | None) -> Cap:
+def _cap(opened: Opened, max_context: int | None) -> Cap:
     """The context cap before memory is looked at: the least of model, manifest, session and the caller's wish."""
-    cap = Cap(config.text.max_position, "this model")
-    for served in (manifest.limits.context_tokens, session.limits(config).max_context):
-        if served < cap.tokens:
-            cap = Cap(served, f"backend {manifest.name}")
+    cap = Cap(opened.checkpoint.config.text.max_position, "this model")
+    if opened.limits.max_context < cap.tokens:
+        cap = Cap(opened.limits.max_context, f"backend {opened.manifest.name}")
     if max_context is None:
         return cap
     if max_context > cap.tokens:

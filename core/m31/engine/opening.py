@@ -6,7 +6,7 @@ The reference is opened beside the chosen backend where its manifest lets ops fa
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,50 +14,95 @@ from typing import TypeVar
 from m31 import sdk
 from m31.checkpoint import Checkpoint
 from m31.engine.compiler import Compiler, whole
-from m31.errors import BackendRefused, RequestError
+from m31.errors import BackendRefused, ContractViolation, RequestError
+from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
 from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace
-from m31.sdk.backend import KVSpec, LazyTensor, Session
+from m31.sdk.backend import KVSpec, LazyTensor, Limits, Session
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
 
 _SHORT = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "fp4": "nvfp4", "e4m3": "fp8"}
+F = TypeVar("F", bound=str)
 SPARE = "reference"  # what an op falls back on: the one backend that serves every op
 
 
 def open_serving(
-    decision: Decision,
-    *,
-    device: str | None,
-    dtype: str,
-    arithmetic: str | None,
-    weight_cache_bytes: int | None,
+    decision: Decision, *, device: str | None, dtype: str | None, arithmetic: str | None, options: Mapping[str, int]
 ) -> Serving:
-    """Sessions for a decision.
+    """Sessions for a decision. What the manifest rules out is refused here, in the same words for every backend.
 
     Args:
         decision: of `m31.sdk.decide`.
-        device, dtype, arithmetic: see `Backend.open`. What falls back is computed in the chosen backend's arithmetic.
-        weight_cache_bytes: for whichever decodes weights while it runs: the reference, if ops fall back on it.
+        device: see `Backend.open`.
+        dtype, arithmetic: None is the first that the manifest lists. What falls back is computed in the same.
+        options: go to whichever of the two backends declares them.
 
     Raises:
         BackendError: nothing was chosen, or a backend refuses to be opened so.
+        OpRefused: no arithmetic has that name.
     """
-    candidate = decision.require()
-    assert candidate.manifest is not None, "a backend without a manifest is never chosen"
-    name, fallback = candidate.manifest.name, candidate.manifest.fallback
-
-    def opened(backend: sdk.Backend, arithmetic: str | None, cache: int | None) -> Session:
-        return backend.open(
-            device=device, dtype=dtype, rank=0, world=1, arithmetic=arithmetic, weight_cache_bytes=cache
+    manifest = _manifest(decision)
+    dtype = _listed("compute dtype", dtype, manifest.formats.compute, manifest.name)
+    numerics = _arithmetic(arithmetic, manifest)
+    spare = sdk.decide(SPARE) if manifest.fallback else None
+    manifests = [manifest] if spare is None else [manifest, _manifest(spare)]
+    for option in options:
+        if not any(option in m.options for m in manifests):
+            raise BackendRefused(f"takes no option '{option}'", where=f"backend {manifest.name}", fix="leave it out")
+    sessions = [
+        sdk.open_backend(chosen).open(
+            device=device,
+            dtype=dtype,
+            rank=0,
+            world=1,
+            arithmetic=numerics,
+            options={name: value for name, value in options.items() if name in m.options},
         )
+        for chosen, m in zip((decision, spare), manifests, strict=False)
+    ]
+    if spare is None:
+        return Serving(manifest.name, sessions[0])
+    return Serving(manifest.name, sessions[0], may_fall_back=manifest.fallback, spare=(SPARE, sessions[1]))
 
-    session = opened(sdk.open_backend(decision), arithmetic, None if fallback else weight_cache_bytes)
-    if not fallback:
-        return Serving(name, session)
-    spare = opened(sdk.open_backend(sdk.decide(SPARE)), session.numerics.name, weight_cache_bytes)
-    return Serving(name, session, may_fall_back=fallback, spare=(SPARE, spare))
+
+def _manifest(decision: Decision) -> Manifest:
+    manifest = decision.require().manifest
+    assert manifest is not None, "a backend without a manifest is never chosen"
+    return manifest
+
+
+def _listed(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
+    """The one asked for if it is served; without a wish the first, which is the backend's default."""
+    if name is None:
+        return served[0]
+    for known in served:
+        if known == name:
+            return known
+    meant = _SHORT.get(name) or next(iter(difflib.get_close_matches(name, served, n=1)), None)
+    raise BackendRefused(
+        f"{what} '{name}' is not served",
+        where=f"backend {who}",
+        expected=" or ".join(served),
+        fix=f"did you mean '{meant}'?" if meant in served else None,
+    )
+
+
+def _arithmetic(name: str | None, manifest: Manifest) -> ArithmeticSpec:
+    """The arithmetic asked for if the manifest lists it; without a wish the first, or `exact` where it lists all."""
+    served = [NAMED["exact"]] if manifest.arithmetic == "all" else [parse(known) for known in manifest.arithmetic]
+    if name is None:
+        return served[0]
+    spec = parse(name)
+    if manifest.arithmetic != "all" and not any(spec.same_numbers(known) for known in served):
+        raise BackendRefused(
+            f"arithmetic '{spec.name}' is not served",
+            where=f"backend {manifest.name}",
+            expected=" or ".join(known.name for known in served),
+            fix="the reference imitates any: --backend reference",
+        )
+    return spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +113,7 @@ class Opened:
     decision: Decision
     manifest: Manifest
     serving: Serving
+    limits: Limits
     spec: KVSpec
     compiler: Compiler
 
@@ -77,36 +123,40 @@ def open_model(
     *,
     backend: str | None,
     device: str | None,
-    dtype: str,
+    dtype: str | None,
     kv_dtype: str | None,
     index_dtype: str | None,
     v_scale_order: str | None,
     arithmetic: str | None,
-    weight_cache_bytes: int | None,
+    options: Mapping[str, int],
 ) -> Opened:
     """Validate a folder, open a backend for it, and trace the model for the two. Arguments and errors: `m31.load`."""
     decision = sdk.decide(backend)
-    manifest = decision.require().manifest
-    assert manifest is not None, "a backend without a manifest is never chosen"
+    manifest = _manifest(decision)
     checkpoint = Checkpoint.open(path)
     text = checkpoint.config.text
-    serving = open_serving(
-        decision, device=device, dtype=dtype, arithmetic=arithmetic, weight_cache_bytes=weight_cache_bytes
-    )
+    serving = open_serving(decision, device=device, dtype=dtype, arithmetic=arithmetic, options=options)
     session = serving.session
-    limits = session.limits(checkpoint.config)
+    declared = Limits.declared(manifest, checkpoint.config)
+    limits = session.limits(checkpoint.config, declared)
+    if not limits.within(declared):
+        raise ContractViolation(
+            "limits", f"serves {limits}", where=f"backend {manifest.name}", expected=f"at most its manifest: {declared}"
+        )
     if kv_dtype is None and session.numerics.kv_read != "exact" and "nvfp4" in limits.kv_formats:
         # What an arithmetic that reads E4M3 is made for; the backend's default may be unreadable to it.
         kv_dtype = "nvfp4"
-    kv_format = _choose("KV", kv_dtype, limits.kv_formats, manifest.name)
-    index_format = _choose("index key", index_dtype, limits.index_formats, manifest.name)
+    kv_format = _listed("KV format", kv_dtype, limits.kv_formats, manifest.name)
+    index_format = _listed("index key format", index_dtype, limits.index_formats, manifest.name)
     spec = KVSpec.of(text, kv_format, index_format, _order(v_scale_order, kv_format))
-    graph = trace(text, _rounding(session, spec), lambda tensor: stored_as(checkpoint.tensor(tensor)))
+    graph = trace(
+        text,
+        _rounding(session, spec),
+        lambda tensor: stored_as(checkpoint.tensor(tensor)),
+        (kv_format, index_format),
+    )
     compiler = Compiler(serving, graph, whole(serving, checkpoint.tensor))
-    return Opened(checkpoint, decision, manifest, serving, spec, compiler)
-
-
-F = TypeVar("F", bound=str)
+    return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler)
 
 
 def fallback_note(name: str, assigned: Iterable[tuple[OpInstance, Assigned]]) -> Iterator[str]:
@@ -117,22 +167,6 @@ def fallback_note(name: str, assigned: Iterable[tuple[OpInstance, Assigned]]) ->
             elsewhere.setdefault(found.by, set()).add(op.spec.name)
     for other, ops in elsewhere.items():
         yield f"backend {name} leaves these ops to {other}, as its manifest declares: {', '.join(sorted(ops))}"
-
-
-def _choose(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
-    """The format asked for if it is served; without a wish the first, which is the backend's default."""
-    if name is None:
-        return served[0]
-    for known in served:
-        if known == name:
-            return known
-    meant = _SHORT.get(name) or next(iter(difflib.get_close_matches(name, served, n=1)), None)
-    raise BackendRefused(
-        f"{what} format '{name}' is not served",
-        where=f"backend {who}",
-        expected=" or ".join(served),
-        fix=f"did you mean '{meant}'?" if meant in served else None,
-    )
 
 
 def _order(name: str | None, kv_format: str) -> ScaleOrder:

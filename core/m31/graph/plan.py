@@ -30,7 +30,9 @@ class Arithmetic:
 class WeightHandle(Protocol):
     """Weights of one op instance in a backend's own layout."""
 
-    layout_id: str
+    @property
+    def layout_id(self) -> str:
+        """Name and version of the layout."""
 
     @property
     def losses(self) -> Mapping[str, Loss]:
@@ -43,7 +45,7 @@ class WeightHandle(Protocol):
         given must be free once `prepare` has returned: two copies of the weights do not fit most machines."""
 
     def dequantise(self) -> dict[str, torch.Tensor]:
-        """The values that the kernel really uses, slot by slot, in float64 or the exact storage dtype."""
+        """The values that the kernel really uses, slot by slot, in any dtype that holds them exactly."""
 
 
 RunKernel = Callable[[Sequence[Any], Sequence[Any], Any, "torch.Tensor | None"], None]
@@ -245,10 +247,8 @@ class DefaultPlan:
     def run(self, batch: StepBatch, cache: Any) -> torch.Tensor:
         """See `Plan.run`."""
         env = list(self._narrow(batch.size))
-        for name, buffer in batch.named().items():
-            value = self._graph.types[name]
-            assert isinstance(value, TensorType)
-            env[self._index[name]] = _narrowed(buffer, value, batch.size)
+        for name, buffer in batch.narrowed().items():
+            env[self._index[name]] = buffer
         env[self._index["kv"]] = cache
         for run, writes, reads, handle in self._line:
             run([env[i] for i in writes], [env[i] for i in reads], handle, self._workspace)

@@ -115,6 +115,15 @@ class StepBatch:
             self.page_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
         self.size = size
 
+    def narrowed(self) -> dict[str, torch.Tensor]:
+        """Views of the used part of each buffer by graph input name: what kernels see that do not skip padding."""
+        views = {}
+        for name, buffer in self.named().items():
+            for axis, dim in enumerate(STEP_INPUTS[name].shape):
+                buffer = buffer.narrow(axis, 0, self.size.within(dim, buffer.shape[axis]))
+            views[name] = buffer
+        return views
+
     def named(self) -> dict[str, torch.Tensor]:
         """The buffers by graph input name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "size"}

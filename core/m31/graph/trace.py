@@ -135,13 +135,19 @@ def _placeholder(graph: fx.Graph, tracer: fx.proxy.TracerBase, name: str, value:
 Stored = Callable[[str], str]
 
 
-def trace(text: Text, rounding: Rounding = NO_ROUNDING, stored: Stored | None = None) -> ModelGraph:
+def trace(
+    text: Text,
+    rounding: Rounding = NO_ROUNDING,
+    stored: Stored | None = None,
+    pages: tuple[str, str] = ("", ""),
+) -> ModelGraph:
     """The checked graph of a text model.
 
     Args:
         text: the description.
         rounding: which values are rounded to BF16 because a format or an arithmetic quantises them. None are when
             nothing is quantised, so that the exact graph has no node for it.
+        pages: formats of K and V, and of index keys (`StateType`); empty without pages.
         stored: how the checkpoint stores a tensor, by name (`TensorDecl.stored`); None without a checkpoint.
 
     Raises:
@@ -151,7 +157,7 @@ def trace(text: Text, rounding: Rounding = NO_ROUNDING, stored: Stored | None = 
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     step = Step(**{name: _placeholder(graph, tracer, name, t) for name, t in STEP_INPUTS.items()})
-    kv = _placeholder(graph, tracer, "kv", StateType("kv"))
+    kv = _placeholder(graph, tracer, "kv", StateType("kv", *pages))
     logits, kv_after = text_model(text, step, kv, _Declare(graph, tracer, stored), rounding)
     graph.output((logits.node, kv_after.node))
     return infer(graph)

@@ -3,6 +3,7 @@
 from m31.ops.attention import dense_attention, sparse_attention
 from m31.ops.basic import add, embedding, gather_rows
 from m31.ops.cache import index_write, kv_write
+from m31.ops.collective import all_gather, all_reduce
 from m31.ops.linear import linear, lm_head
 from m31.ops.moe import experts, router, swiglu_oai
 from m31.ops.norm import gemma_rmsnorm, head_rmsnorm
@@ -34,6 +35,8 @@ ALL: dict[str, OpSpec] = {
         add,
         gather_rows,
         lm_head,
+        all_reduce,
+        all_gather,
     )
 }
 
@@ -49,6 +52,8 @@ __all__ = [
     "ValueType",
     "WeightDecl",
     "add",
+    "all_gather",
+    "all_reduce",
     "block_scores",
     "block_select",
     "dense_attention",

@@ -67,9 +67,17 @@ class WeightDecl:
 
 @dataclass(frozen=True, slots=True)
 class StateType:
-    """The paged KV cache, threaded through the graph as a token: an op that writes it returns it (DESIGN.md §6)."""
+    """The paged KV cache, threaded through the graph as a token: an op that writes it returns it (DESIGN.md §6).
+
+    Args:
+        name: of the state.
+        kv_format, index_format: how pages store K and V, and index keys; a kernel is chosen by them. Empty where a
+            description is traced without pages.
+    """
 
     name: str
+    kv_format: str = ""
+    index_format: str = ""
 
 
 ValueType = TensorType | WeightDecl | StateType

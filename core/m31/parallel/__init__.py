@@ -1,27 +1,17 @@
-"""Ranks of a world, and what they exchange."""
+"""One model on several devices: which part is whose, and how ranks exchange what they computed (DESIGN.md §2)."""
 
-from __future__ import annotations
+from m31.parallel.group import CollectiveError, Group, LocalGroup, TorchGroup
+from m31.parallel.kernels import COLLECTIVES, collective_kernel
+from m31.parallel.shard import WHOLE, Shard, ShardRefused
 
-from dataclasses import dataclass
-
-from m31.errors import GraphError
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which rank of how many.
-
-    Raises:
-        GraphError: no such rank.
-    """
-
-    rank: int
-    world: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise GraphError(f"rank {self.rank} of {self.world}", expected="0 <= rank < world")
-
-
-WHOLE = Shard(0, 1)
-"""One rank that has everything."""
+__all__ = [
+    "COLLECTIVES",
+    "WHOLE",
+    "CollectiveError",
+    "Group",
+    "LocalGroup",
+    "Shard",
+    "ShardRefused",
+    "TorchGroup",
+    "collective_kernel",
+]

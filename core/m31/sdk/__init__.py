@@ -13,27 +13,46 @@ from m31.sdk.version import API_VERSION
 
 if TYPE_CHECKING:
     from m31.sdk.awaiting import AwaitingKernels
-    from m31.sdk.backend import Backend, ExportedPages, KVCache, KVLayout, KVSpec, LazyTensor, Limits, Session
+    from m31.sdk.backend import (
+        Backend,
+        ExportedPages,
+        IndexFormat,
+        KVCache,
+        KVFormat,
+        KVLayout,
+        KVSpec,
+        LazyTensor,
+        Limits,
+        Session,
+        StoredPart,
+    )
     from m31.sdk.choosing import decide, open_backend, refresh, this_machine, use
     from m31.sdk.discovery import Candidate, Policy, discover
     from m31.sdk.inventory import Cpu, Device, Inventory
     from m31.sdk.loading import load
     from m31.sdk.machine import Machine, Note
     from m31.sdk.manifest import DeclaredLimits, Formats, Manifest, parse_manifest, read_manifest
+    from m31.sdk.memory import host_memory_free
     from m31.sdk.rendering import backends_dict, render_backends
-    from m31.sdk.selection import Decision, Refusal, Verdict, select
+    from m31.sdk.selection import Decision, NoChoice, Verdict, select
+    from m31.sdk.serving import Serving
 
 _HOMES = {
     "awaiting": ("AwaitingKernels",),
-    "backend": ("Backend", "ExportedPages", "KVCache", "KVLayout", "KVSpec", "LazyTensor", "Limits", "Session"),
+    "backend": (
+        *("Backend", "ExportedPages", "IndexFormat", "KVCache", "KVFormat", "KVLayout", "KVSpec", "LazyTensor"),
+        *("Limits", "Session", "StoredPart"),
+    ),
     "choosing": ("decide", "open_backend", "refresh", "this_machine", "use"),
     "discovery": ("Candidate", "Policy", "discover"),
     "inventory": ("Cpu", "Device", "Inventory"),
     "loading": ("load",),
     "machine": ("Machine", "Note"),
+    "memory": ("host_memory_free",),
     "manifest": ("DeclaredLimits", "Formats", "Manifest", "parse_manifest", "read_manifest"),
     "rendering": ("backends_dict", "render_backends"),
-    "selection": ("Decision", "Refusal", "Verdict", "select"),
+    "serving": ("Serving",),
+    "selection": ("Decision", "NoChoice", "Verdict", "select"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -42,12 +61,15 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "AwaitingKernels",
     "Backend",
     "ExportedPages",
+    "IndexFormat",
     "KVCache",
+    "KVFormat",
     "KVLayout",
     "KVSpec",
     "LazyTensor",
     "Limits",
     "Session",
+    "StoredPart",
     "decide",
     "open_backend",
     "refresh",
@@ -62,6 +84,7 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "load",
     "Machine",
     "Note",
+    "host_memory_free",
     "DeclaredLimits",
     "Formats",
     "Manifest",
@@ -69,8 +92,9 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "read_manifest",
     "backends_dict",
     "render_backends",
+    "Serving",
     "Decision",
-    "Refusal",
+    "NoChoice",
     "Verdict",
     "select",
 ]

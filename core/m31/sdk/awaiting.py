@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
 
 from m31.errors import BackendRefused
 from m31.sdk.backend import Backend
+
+if TYPE_CHECKING:
+    from m31.formats.arithmetic import ArithmeticSpec
 
 
 class AwaitingKernels(Backend):
@@ -21,8 +25,8 @@ class AwaitingKernels(Backend):
         dtype: str,
         rank: int,
         world: int,
-        arithmetic: str | None,
-        weight_cache_bytes: int | None,
+        arithmetic: ArithmeticSpec,
+        options: Mapping[str, int],
     ) -> NoReturn:
         """Refuse.
 

@@ -62,12 +62,29 @@ class LazyTensor(Protocol):
         ones decoded to float32."""
 
     def parts(self) -> Mapping[str, StoredPart]:
-        """The stored tensors of a quantised weight by role: `codes` or `packed`, `scale`, `global_scale`,
-        `input_global_scale`; a plain one has itself as `weight`."""
+        """The stored tensors by role, mapped from the file: a plain weight has itself as `weight`; mxfp8 has `codes`
+        float8_e4m3fn [N, K] and `scale` uint8 [N, K/32]; nvfp4 has `packed` uint8 [N, K/2], `scale` float8_e4m3fn
+        [N, K/16], `global_scale` and `input_global_scale`, encode scales, float32 [1]. Whatever the file's dialect."""
 
 
 class StoredPart(Protocol):
-    """One stored tensor of a quantised weight."""
+    """One stored tensor of a quantised weight. Block scales are checked by `m31.formats.scales.check_scale`."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape as stored."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What `load` returns."""
+
+    @property
+    def path(self) -> object:
+        """Its file, for messages."""
 
     def load(self) -> torch.Tensor:
         """Its elements as stored."""
@@ -217,6 +234,30 @@ class Limits:
     image: bool
     video: bool
 
+    @classmethod
+    def declared(cls, manifest: Manifest, model: Model) -> Limits:
+        """What a manifest allows for a model."""
+        limits = manifest.limits
+        return cls(
+            max_context=min(limits.context_tokens, model.text.max_position),
+            kv_formats=manifest.formats.kv,
+            index_formats=manifest.formats.index,
+            draft_tokens=limits.draft_tokens,
+            image=limits.image,
+            video=limits.video,
+        )
+
+    def within(self, other: Limits) -> bool:
+        """Nothing here is more than there."""
+        return (
+            self.max_context <= other.max_context
+            and set(self.kv_formats) <= set(other.kv_formats)
+            and set(self.index_formats) <= set(other.index_formats)
+            and self.draft_tokens <= other.draft_tokens
+            and self.image <= other.image
+            and self.video <= other.video
+        )
+
 
 class Session(ABC):
     """A backend opened on one device (one rank of a world)."""
@@ -226,9 +267,15 @@ class Session(ABC):
     numerics: ArithmeticSpec  # what is quantised besides stored weights and pages; kernels declare it one by one
     notes: Sequence[str] = ()  # what a user should know about how this session computes; shown once, duplicates dropped
 
-    @abstractmethod
-    def limits(self, model: Model) -> Limits:
-        """What this session serves for `model`."""
+    def limits(self, model: Model, declared: Limits) -> Limits:
+        """What this session serves for `model`.
+
+        Args:
+            model: the description of the checkpoint.
+            declared: what the manifest allows for it. The default returns it; a session may narrow it or reorder the
+                formats, and must not widen it.
+        """
+        return declared
 
     @abstractmethod
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
@@ -284,19 +331,21 @@ class Backend(ABC):
         dtype: str,
         rank: int,
         world: int,
-        arithmetic: str | None,
-        weight_cache_bytes: int | None,
+        arithmetic: ArithmeticSpec,
+        options: Mapping[str, int],
     ) -> Session:
         """Open the backend.
 
+        What the manifest rules out never gets here: the core refuses another dtype, arithmetic, option or world.
+
         Args:
-            device: None means the backend's own choice.
-            dtype: the compute dtype.
+            device: a torch device name; None means the backend's own choice.
+            dtype: the compute dtype, one of the manifest's `formats.compute`.
             rank, world: which device of how many.
-            arithmetic: a name of `m31.formats.arithmetic`; None means the backend's own.
-            weight_cache_bytes: bytes of decoded weights to keep at most, for a backend that decodes quantised weights
-                while it runs; None means its own choice. A backend that does not must refuse a number.
+            arithmetic: what is rounded while the model runs, one of the manifest's.
+            options: those of the manifest's `options` that the user gave. `weight_cache_bytes`: bytes of decoded
+                weights to keep at most, for a backend that decodes quantised weights while it runs.
 
         Raises:
-            BackendRefused: this device, dtype, topology, arithmetic or cache is not served here; says why.
+            BackendRefused: this device or a combination is not served here; says why.
         """

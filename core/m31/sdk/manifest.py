@@ -23,7 +23,8 @@ from m31.formats.arithmetic import parse as parse_arithmetic
 FILE_NAME = "backend.toml"
 
 WeightFormat = Literal["float32", "bfloat16", "mxfp8", "nvfp4"]
-ExpertArithmetic = Literal["float64", "float32", "bfloat16", "mxfp8", "nvfp4", "w4a16"]
+Option = Literal["weight_cache_bytes"]
+ComputeType = Literal["float64", "float32", "bfloat16", "float16"]
 CacheFormat = Literal["float64", "float32", "bfloat16", "fp8", "nvfp4"]
 IndexFormat = Literal["float64", "float32", "bfloat16", "fp8", "nvfp4", "int8"]  # int8 has one float32 scale per key
 ConformanceLevel = Literal["none", "L0", "L1", "L2", "L3", "L4"]
@@ -82,8 +83,8 @@ class DeviceMatch(_Strict):
 class Formats(_Strict):
     """Number formats that the backend accepts. The first of each list is the one it prefers."""
 
+    compute: Annotated[tuple[ComputeType, ...], Field(min_length=1)]  # of activations between ops
     weights: Annotated[tuple[WeightFormat, ...], Field(min_length=1)]  # as stored in the checkpoint
-    experts: Annotated[tuple[ExpertArithmetic, ...], Field(min_length=1)]  # how routed experts are computed
     kv: Annotated[tuple[CacheFormat, ...], Field(min_length=1)]
     index: Annotated[tuple[IndexFormat, ...], Field(min_length=1)]  # index keys of sparse attention
 
@@ -109,7 +110,8 @@ class Manifest(_Strict):
     conformance: ConformanceLevel  # the level that this release claims; the suite decides
     ops: Literal["all"] | tuple[OpName, ...]
     fallback: tuple[OpName, ...]  # ops that may run on the reference instead; each use is counted and shown
-    arithmetic: Annotated[tuple[str, ...], Field(min_length=1)]  # names of m31.formats.arithmetic; the first is its own
+    arithmetic: Literal["all"] | Annotated[tuple[str, ...], Field(min_length=1)]  # names of m31.formats.arithmetic
+    options: tuple[Option, ...]  # of `Backend.open`, that it takes
     probe: Target | None = None  # "module:function", run in a child process
     device: DeviceMatch
     packages: dict[str, str]  # distribution -> minimum version
@@ -129,8 +131,8 @@ class Manifest(_Strict):
 
     @field_validator("arithmetic")
     @classmethod
-    def _are_arithmetics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
+    def _are_arithmetics(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
+        for name in () if value == "all" else value:
             try:
                 parse_arithmetic(name)
             except OpRefused as error:

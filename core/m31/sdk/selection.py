@@ -62,7 +62,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class NoChoice:
     """Why nothing was chosen, as the error that `Decision.require` raises."""
 
     error: type[BackendError]
@@ -85,7 +85,7 @@ class Decision:
     source: str  # who asked: "argument", "m31.use", "M31_BACKEND" or "auto"
     verdicts: tuple[Verdict, ...]
     candidates: tuple[Candidate, ...]
-    refusal: Refusal | None
+    refusal: NoChoice | None
 
     def require(self) -> Candidate:
         """The chosen candidate.
@@ -270,20 +270,20 @@ class _Table:
             return self._accept(index, f"asked for by {self.source}", "not asked for")
         return self._refuse(self._refused(self.candidates[index], obstacle), {})
 
-    def _unknown(self, choice: str) -> Refusal:
+    def _unknown(self, choice: str) -> NoChoice:
         names = sorted({c.name for c in self.candidates})
         near = difflib.get_close_matches(normalise(choice), names, n=1)
-        return Refusal(
+        return NoChoice(
             error=UnknownBackend,
             what=f"no backend named '{choice}' is installed (asked for by {self.source})",
             expected=f"one of {', '.join(names)}, or {AUTO}" if names else "an installed backend; there is none",
             fix=f"did you mean '{near[0]}'?" if near else "`m31 backends` lists what is installed",
         )
 
-    def _refused(self, c: Candidate, obstacle: _Obstacle) -> Refusal:
+    def _refused(self, c: Candidate, obstacle: _Obstacle) -> NoChoice:
         if c.trial is not None and not c.trial.ok and obstacle.kind == "failed":
             return _trial_failed(c)
-        return Refusal(
+        return NoChoice(
             error=BackendRefused,
             what=f"installed ({c.origin}) but cannot be used here: {obstacle.kind}: {obstacle.text}",
             where=f"backend '{c.name}'",
@@ -313,17 +313,17 @@ class _Table:
         reason = f"highest score ({best}) of {others + 1} usable backends" if others else "the only usable backend"
         return self._accept(top[0], reason, "outscored")
 
-    def _tie(self, top: list[int], score: int | None) -> Refusal:
+    def _tie(self, top: list[int], score: int | None) -> NoChoice:
         who = " and ".join(f"'{self.candidates[i].name}' of {self.candidates[i].origin}" for i in top)
-        return Refusal(
+        return NoChoice(
             error=BackendTie,
             what=f"{who} have the same score {score}",
             fix=f"set M31_BACKEND={self.candidates[top[0]].name} (or the other name), or pass --backend",
         )
 
-    def _none_usable(self) -> Refusal:
+    def _none_usable(self) -> NoChoice:
         if not self.candidates:
-            return Refusal(
+            return NoChoice(
                 error=NoUsableBackend,
                 what="no backend is installed, not even the reference that comes with m31",
                 fix="install m31 with pip (in a source tree: `pip install -e .`); having it on the path is not enough",
@@ -338,7 +338,7 @@ class _Table:
             if on_cpu
             else "mend one of the reasons above"
         )
-        return Refusal(
+        return NoChoice(
             error=NoUsableBackend,
             what=f"this machine has {_summary(self.inventory)}, and no installed backend can use it",
             fix="\n".join([fix, *lines]),
@@ -359,14 +359,14 @@ class _Table:
         rest = f"by {won.name} ({self._score(index)})" if others == "outscored" else ""
         return self._decision(index, reason, None, {index: ("chosen", reason)}, (others, rest))
 
-    def _refuse(self, refusal: Refusal, special: dict[int, tuple[VerdictKind, str]]) -> Decision:
+    def _refuse(self, refusal: NoChoice, special: dict[int, tuple[VerdictKind, str]]) -> Decision:
         return self._decision(None, str(refusal.exception()), refusal, special, ("not asked for", "usable"))
 
     def _decision(
         self,
         index: int | None,
         reason: str,
-        refusal: Refusal | None,
+        refusal: NoChoice | None,
         special: dict[int, tuple[VerdictKind, str]],
         rest: tuple[VerdictKind, str],
     ) -> Decision:
@@ -391,18 +391,18 @@ _CPU_ONLY: tuple[VerdictKind, str] = (
 )
 
 
-def _duplicate(c: Candidate, candidates: tuple[Candidate, ...]) -> Refusal:
+def _duplicate(c: Candidate, candidates: tuple[Candidate, ...]) -> NoChoice:
     origins = sorted(o.origin for o in candidates if o.name == c.name and o.blocked is None)
-    return Refusal(
+    return NoChoice(
         error=DuplicateBackend,
         what=f"the name '{c.name}' is registered more than once: by {' and by '.join(origins)}",
         fix="uninstall one of them, or set M31_NO_PLUGINS=1 to use m31's own backends only",
     )
 
 
-def _trial_failed(c: Candidate) -> Refusal:
+def _trial_failed(c: Candidate) -> NoChoice:
     from m31.sdk.loading import load_failed
 
     assert c.trial is not None
     error = load_failed(c, c.trial)
-    return Refusal(error=BackendLoadFailed, what=error.what, where=error.where, fix=error.fix)
+    return NoChoice(error=BackendLoadFailed, what=error.what, where=error.where, fix=error.fix)

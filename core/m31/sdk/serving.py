@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from m31.errors import BackendRefused
-from m31.graph import Assigned, Refusal
+from m31.graph import Arithmetic, Assigned, Kernel, Refusal
 from m31.ops import StateType
+from m31.parallel import COLLECTIVES, Group, LocalGroup, collective_kernel
 
 if TYPE_CHECKING:
     from m31.graph import OpInstance, StepClass
@@ -26,6 +27,7 @@ class Serving:
         session: its session.
         may_fall_back: ops that its manifest lets run elsewhere.
         spare: name and session of the backend that they run on; None if there is none.
+        group: the ranks of this world; it serves the collectives, whatever the backend.
 
     Raises:
         BackendRefused: the two sessions do not share device and dtypes, so that they cannot share buffers.
@@ -38,8 +40,9 @@ class Serving:
         *,
         may_fall_back: Collection[str] = (),
         spare: tuple[str, Session] | None = None,
+        group: Group | None = None,
     ) -> None:
-        self.name, self.session = name, session
+        self.name, self.session, self.group = name, session, group or LocalGroup()
         self._may, self._spare = frozenset(may_fall_back), spare
         self.sessions: dict[str, Session] = {name: session} | ({spare[0]: spare[1]} if spare else {})
         if spare and (spare[1].device != session.device or dict(spare[1].dtypes) != dict(session.dtypes)):
@@ -52,6 +55,8 @@ class Serving:
 
     def assign(self, op: OpInstance, step: StepClass) -> Assigned | Refusal:
         """See `m31.graph.Binder`."""
+        if op.spec.name in COLLECTIVES:
+            return Assigned(self.name, self._collective(op), None)
         found = self.session.kernel(op, step)
         if not isinstance(found, Refusal):
             return Assigned(self.name, found, None)
@@ -62,6 +67,16 @@ class Serving:
         if isinstance(instead, Refusal):
             return Refusal(f"{found.reason}; {name}: {instead.reason}")
         return Assigned(name, instead, found.reason)
+
+    def _collective(self, op: OpInstance) -> Kernel:
+        dtype = str(self.session.dtypes[op.spec.outputs[0].dtype]).removeprefix("torch.")
+        return Kernel(
+            name=f"{type(self.group).__name__}.{op.spec.name}",
+            run=collective_kernel(op, self.group),
+            arithmetic=Arithmetic(dtype, dtype, dtype),
+            workspace_bytes=0,
+            why=f"rank {self.group.shard.rank} of {self.group.shard.world}",
+        )
 
     def kv_layout(self, spec: KVSpec, assigned: Iterable[tuple[OpInstance, Assigned]]) -> KVLayout:
         """The page layout for everything that reads or writes the cache.

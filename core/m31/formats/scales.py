@@ -5,11 +5,10 @@ Engines disagree about them (one kernel drops the sign, another multiplies by it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Protocol
 
-from m31.checkpoint.inventory import numel
-from m31.checkpoint.lazy import LazyTensor
-from m31.errors import NonFiniteWeight
+from m31.errors import DamagedScale
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +19,23 @@ E8M0_LARGE = 246
 _E4M3_NAN = 0x7F  # and every byte above it has the sign bit
 
 
-class DamagedScale(NonFiniteWeight):
-    """A block scale is NaN or has a sign; what it scales has no agreed value."""
+class StoredScales(Protocol):
+    """A stored tensor of block scales, for messages."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def path(self) -> object:
+        """Its file."""
 
 
-def check_scale(part: LazyTensor, value: torch.Tensor, start: int = 0) -> None:
+def check_scale(part: StoredScales, value: torch.Tensor, start: int = 0) -> None:
     """Refuse block scales that are NaN or, in E4M3, have the sign bit set, -0 included.
 
     Args:
@@ -44,7 +55,7 @@ def check_scale(part: LazyTensor, value: torch.Tensor, start: int = 0) -> None:
     flat = int(bad.reshape(-1).nonzero()[0])
     number = float("nan") if e8m0 else float(value.reshape(-1)[flat].float())
     raise DamagedScale(
-        f"'{part.name}' holds {number} at flat index {start * numel(part.shape[1:]) + flat} of shape "
+        f"'{part.name}' holds {number} at flat index {start * math.prod(part.shape[1:]) + flat} of shape "
         f"{list(part.shape)} (byte 0x{int(raw.reshape(-1)[flat]):02X})",
         where=str(part.path),
         expected="block scales that are numbers" + ("" if e8m0 else " without a sign"),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def available_host_memory(root: Path = Path("/")) -> int:
+def host_memory_free(root: Path = Path("/")) -> int:
     """Bytes that can be allocated without swapping, within the process's control group; never negative.
 
     Page cache counts as available, in the machine and in the group alike: a checkpoint that was just read or fetched
