@@ -5,34 +5,34 @@ On a processor the kernels are interpreted, which proves them and serves nobody;
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from m31.errors import BackendRefused
-from m31.formats.arithmetic import ArithmeticSpec, parse
+from m31.formats.arithmetic import ArithmeticSpec
 from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, RunKernel, Shard, StepClass
-from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Limits, Session
+from m31.ops import StateType
+from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Session
+from m31.sdk.memory import host_memory_free
 from m31_triton.launch import (
     ROWS,
+    IndexBranch,
     Pages,
     Runner,
     decode_splits,
     interpreted,
+    launch_projection,
+    launch_qkv_insert,
     launch_sparse_decode,
     on_device,
     workspace_size,
 )
+from m31_triton.weights import EXACT, MATRICES, ProjectionWeights, bytes_of
 
-if TYPE_CHECKING:
-    from m31.config import Model
-    from m31.graph import WeightHandle
-
-DEFAULT = "exact+query=bfloat16"
 _FORMATS = ("bfloat16", "nvfp4")
 _MAKER = "m31-reference:v2:"  # the byte order of the pages that the kernels know
 
@@ -51,14 +51,15 @@ class _SharedPages(Protocol):
     layout: _Layout
     k: Sequence[_Store]
     v: Sequence[_Store]
+    index: Sequence[_Store]
 
 
 class TritonSession(Session):
-    """Serves `sparse_attention`; queries are multiplied as bfloat16, pages exactly.
+    """Serves `sparse_attention`, and `qkv_insert` where the graph is fused; bfloat16 operands, pages read exactly.
 
     Args:
         device: a processor, where kernels are interpreted, or an accelerator of this torch build.
-        numerics: an arithmetic with bfloat16 queries, exact reads and unrounded probabilities.
+        numerics: an arithmetic with bfloat16 queries, exact reads and probabilities that are not rounded.
     """
 
     def __init__(self, device: torch.device, numerics: ArithmeticSpec) -> None:
@@ -71,37 +72,22 @@ class TritonSession(Session):
             else []
         )
 
-    def limits(self, model: Model) -> Limits:
-        """The model's own; pages in the formats that the kernels read."""
-        return Limits(
-            max_context=model.text.max_position,
-            kv_formats=("bfloat16", "nvfp4"),
-            index_formats=("bfloat16", "float32", "nvfp4", "fp8", "int8"),
-            draft_tokens=0,
-            image=False,
-            video=False,
-        )
+    def fusions(self) -> tuple[str, ...]:
+        """Fused ops that are worth trying."""
+        return ("qkv_insert",)
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
-        """Block-sparse attention at every step class, if the heads fit the kernel."""
-        if op.spec.name != "sparse_attention":
+        """At every step class, if sizes, formats and roundings are those of the kernels."""
+        if op.spec.name not in ("sparse_attention", "qkv_insert"):
             return Refusal("no portable Triton kernel for it")
-        _, heads, dim = op.inputs[0].shape  # type: ignore[union-attr]
-        kv_heads = op.attrs["kv_heads"]
-        if heads // kv_heads > ROWS:
-            return Refusal(f"{heads // kv_heads} query heads share a KV head, the kernel takes {ROWS}")
-        if not isinstance(dim, int) or not _fits(dim):
-            return Refusal(f"heads of {dim} channels, the kernel takes powers of two from 16")
-        topk = op.inputs[2].shape[2]  # type: ignore[union-attr]
-        splits = decode_splits(step.tokens * kv_heads, int(topk), self._units())
-        how = "interpreted on the processor" if self.device.type == "cpu" else f"compiled for {self.device}"
-        return Kernel(
-            name="m31_triton.sparse_decode",
-            run=self._sparse_attention(op.attrs["layer"], op.attrs["scale"], step, splits),
-            arithmetic=Arithmetic("bfloat16*float32", "float32", "float32"),
-            workspace_bytes=4 * workspace_size(step.tokens, kv_heads, dim, splits),
-            why=f"{splits} programs per token and KV head, {how}",
-        )
+        state = next(value for value in op.inputs if isinstance(value, StateType))
+        if state.kv_format not in ("", *_FORMATS):
+            return Refusal(f"pages are {state.kv_format}, the kernels read and write {' and '.join(_FORMATS)}")
+        return self._attention(op, step) if op.spec.name == "sparse_attention" else self._insert(op, step, state)
+
+    @property
+    def _how(self) -> str:
+        return "interpreted on the processor" if self.device.type == "cpu" else f"compiled for {self.device}"
 
     def _units(self) -> int:
         """Programs that the device runs at once; the interpreter runs one."""
@@ -109,7 +95,23 @@ class TritonSession(Session):
             return 1
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def _sparse_attention(self, layer: int, scale: float, step: StepClass, splits: int) -> RunKernel:
+    def _attention(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
+        _, heads, dim = op.inputs[0].shape  # type: ignore[union-attr]
+        topk, kv_heads = int(op.inputs[2].shape[2]), op.attrs["kv_heads"]  # type: ignore[union-attr]
+        if heads // kv_heads > ROWS:
+            return Refusal(f"{heads // kv_heads} query heads share a KV head, the kernel takes {ROWS}")
+        if not isinstance(dim, int) or not _fits(dim):
+            return Refusal(f"heads of {dim} channels, the kernel takes powers of two from 16")
+        splits = decode_splits(step.tokens * kv_heads, topk, self._units())
+        return Kernel(
+            name="m31_triton.sparse_decode",
+            run=self._attend(op.attrs["layer"], op.attrs["scale"], step, splits),
+            arithmetic=Arithmetic("bfloat16*float32", "float32", "float32"),
+            workspace_bytes=4 * workspace_size(step.tokens, kv_heads, dim, splits),
+            why=f"{splits} programs per token and KV head, {self._how}",
+        )
+
+    def _attend(self, layer: int, scale: float, step: StepClass, splits: int) -> RunKernel:
         def run(outs: Sequence[Any], ins: Sequence[Any], weights: None, workspace: Tensor | None) -> None:
             q, cache, blocks, positions, cu_q, _, page_table = ins
             # Where padding was cut off, the buffers are smaller than the step class.
@@ -134,16 +136,75 @@ class TritonSession(Session):
 
         return run
 
-    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> WeightHandle:
-        """Refused: no op that this session serves has weights."""
-        raise BackendRefused(f"serves no op with weights, and {op.spec.name} has some", where="backend triton")
+    def _insert(self, op: OpInstance, step: StepClass, state: StateType) -> Kernel | Refusal:
+        shapes = {slot: decl.shape for slot, decl in op.slots.items()}
+        sizes = (shapes["q_norm.weight"][0], shapes["iq_norm.weight"][0])
+        loose = [f"{name}.weight" for name in MATRICES if op.slots[f"{name}.weight"].stored not in EXACT]
+        if loose:
+            return Refusal(f"{', '.join(loose)} would be rounded to bfloat16, the kernel is for {' and '.join(EXACT)}")
+        if self.numerics.linear_activation != "bfloat16":
+            return Refusal(f"arithmetic '{self.numerics.name}' projects other inputs than bfloat16")
+        # Pages in bfloat16 round what is written to them, so that the graph does not.
+        kv = op.attrs["round_kv"] or state.kv_format == "bfloat16"
+        index = op.attrs["round_index"] or state.index_format == "bfloat16"
+        if not (op.attrs["round_query"] and kv and index):
+            return Refusal("the kernel rounds queries, keys and values to bfloat16, this graph does not")
+        if state.index_format not in _FORMATS:
+            return Refusal(f"index keys are {state.index_format}, the kernel writes {' and '.join(_FORMATS)}")
+        if not all(map(_fits, sizes)):
+            return Refusal(f"heads of {sizes[0]} and {sizes[1]} channels, the kernel takes powers of two from 16")
+        width = sum(shapes[f"{name}.weight"][0] for name in MATRICES)
+        return Kernel(
+            name="m31_triton.qkv_insert",
+            run=self._project(op.attrs["layer"], op.attrs["eps"], step, width),
+            arithmetic=Arithmetic("bfloat16", "float32", "bfloat16"),
+            workspace_bytes=2 * step.tokens * width,
+            why=f"a projection of all branches, then norm, rotation and insert in one launch, {self._how}",
+        )
+
+    def _project(self, layer: int, eps: float, step: StepClass, width: int) -> RunKernel:
+        def run(outs: Sequence[Any], ins: Sequence[Any], weights: ProjectionWeights, workspace: Tensor | None) -> None:
+            h, cache, slots, cos, sin = ins
+            q, iq, _ = outs
+            now = replace(step, tokens=len(h))
+            assert workspace is not None  # the kernel asked for it
+            # The arithmetic rounds what a projection gives to bfloat16.
+            rows = workspace[: 2 * len(h) * width].view(torch.bfloat16).view(len(h), width)
+            launch_projection(self.run, now, x=h, w=weights.matrix, slot_map=slots, y=rows)
+            launch_qkv_insert(
+                self.run,
+                now,
+                rows=rows,
+                q_norm=weights.norms["q_norm"],
+                k_norm=weights.norms["k_norm"],
+                table=(cos, sin),
+                slot_map=slots,
+                q_out=q,
+                k=_pages(cache, layer, "k"),
+                v=_pages(cache, layer, "v"),
+                index=IndexBranch(
+                    q_norm=weights.norms["iq_norm"],
+                    k_norm=weights.norms["ik_norm"],
+                    q_out=iq,
+                    pages=_pages(cache, layer, "index"),
+                ),
+                eps=eps,
+            )
+
+        return run
+
+    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> ProjectionWeights:
+        """The matrices of `qkv_insert` as one."""
+        if op.spec.name != "qkv_insert":
+            raise BackendRefused(f"serves no {op.spec.name}, so it prepares no weights of it", where="backend triton")
+        return ProjectionWeights.of(slots, self.device)
 
     def kv_layout(self, spec: KVSpec) -> KVLayout:
         """Refused: pages are the reference's (`shares_pages`)."""
         raise BackendRefused(
             "has no pages of its own",
             where="backend triton",
-            expected="that the ops which write pages fall back on the reference, as the manifest declares",
+            expected="that some op on the cache falls back on the reference, as the manifest declares",
         )
 
     def shares_pages(self, layout: KVLayout) -> bool:
@@ -158,31 +219,35 @@ class TritonSession(Session):
         )
 
     def memory_free(self) -> int:
-        """Bytes that are free now. On the host the page cache is not counted, so that this errs on the safe side."""
+        """What the device, or the host within its control group, has free."""
         if self.device.type == "cpu":
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            return host_memory_free()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def weight_bytes(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> int:
-        """None: see `prepare`."""
-        return 0
+        """See `Session.weight_bytes`."""
+        return bytes_of(slots)
 
 
-def _fits(size: object) -> bool:
-    return isinstance(size, int) and size >= 16 and not size & (size - 1)
+def _fits(size: int) -> bool:
+    return size >= 16 and not size & (size - 1)
 
 
 def _pages(cache: _SharedPages, layer: int, kind: str) -> Pages:
     spec = cache.layout.spec
-    parts = (cache.k if kind == "k" else cache.v)[layer].parts
-    if spec.kv_format == "bfloat16":
-        return Pages(data=parts["values"], scale=None, order="linear", dim=spec.head_dim)
-    order = "linear" if kind == "k" else spec.v_scale_order
-    return Pages(data=parts["packed"], scale=parts["scale"], order=order, dim=spec.head_dim)
+    stores = {"k": cache.k, "v": cache.v, "index": cache.index}[kind]
+    parts = stores[layer].parts
+    index = kind == "index"
+    dim, fmt = (spec.index_dim, spec.index_format) if index else (spec.head_dim, spec.kv_format)
+    if fmt == "bfloat16":
+        return Pages(data=parts["values"], scale=None, order="linear", dim=dim)
+    return Pages(
+        data=parts["packed"], scale=parts["scale"], order=spec.v_scale_order if kind == "v" else "linear", dim=dim
+    )
 
 
 class TritonBackend(Backend):
-    """See the module docstring; the limits are in backend.toml."""
+    """See the module docstring; what it serves is in backend.toml."""
 
     def open(
         self,
@@ -191,32 +256,17 @@ class TritonBackend(Backend):
         dtype: str,
         rank: int,
         world: int,
-        arithmetic: str | None = None,
-        weight_cache_bytes: int | None = None,
+        arithmetic: ArithmeticSpec,
+        options: Mapping[str, int],
     ) -> TritonSession:
         """See `Backend.open`."""
-        where = "backend triton"
-        if dtype != "float32":
-            raise BackendRefused(f"compute dtype '{dtype}' is not served", where=where, expected="float32")
-        if world != 1:
-            raise BackendRefused(f"a world of {world} ranks is not served", where=where, expected="1")
-        if weight_cache_bytes is not None:
-            raise BackendRefused("keeps no decoded weights", where=where, expected="no size for a weight cache")
-        numerics = parse(arithmetic or DEFAULT)
-        if (numerics.query, numerics.kv_read, numerics.probability) != ("bfloat16", "exact", None):
-            raise BackendRefused(
-                f"arithmetic '{numerics.name}' is not that of the kernels",
-                where=where,
-                expected="bfloat16 queries, exact reads of pages, probabilities that are not rounded",
-                fix=f"leave --arithmetic out, which means {DEFAULT}",
-            )
         try:
             target = torch.device(device or "cpu")
-            torch.ones(1, device=target).item()
+            torch.ones(1, device=target).item()  # the meta device has no values
         except (RuntimeError, AssertionError) as error:
             raise BackendRefused(
                 f"device '{device}' cannot be used: {str(error).splitlines()[0]}",
-                where=where,
+                where="backend triton",
                 fix="use --device cpu, or a device of this torch build",
             ) from error
-        return TritonSession(target, numerics)
+        return TritonSession(target, arithmetic)
