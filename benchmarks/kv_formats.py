@@ -97,7 +97,7 @@ def engine(kv: str, index: str, weights: dict[str, Held], context: int) -> Engin
     pages = context // spec.page_tokens + 2
     cache = session.kv_layout(spec).allocate(pages)
     serving = Serving("reference", session)
-    compiler = Compiler(serving, graph, whole(serving, lambda name: weights[name]))
+    compiler = Compiler(serving, graph, TEXT, whole(serving, lambda name: weights[name]))
     made = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=2048)
     at = torch.arange(context)
     page, offset = at // spec.page_tokens, at % spec.page_tokens

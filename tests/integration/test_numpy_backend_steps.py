@@ -143,7 +143,7 @@ def test_only_pages_of_the_same_layout_are_imported(session: Session) -> None:
 def compiled(session: Session, text: Text, values: Mapping[str, Any]) -> Compiler:
     serving = Serving("numpy", session)
     weights = whole(serving, lambda name: tiny.held(name, values[name]))  # type: ignore[arg-type, return-value]
-    return Compiler(serving, trace(text), weights)
+    return Compiler(serving, trace(text), text, weights)
 
 
 def engine(session: Session, text: Text, values: Mapping[str, Any], chunk: int, form: Any = "float32") -> Engine:

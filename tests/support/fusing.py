@@ -29,6 +29,9 @@ class Composed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
+    def fusions(self) -> tuple[str, ...]:
+        return ()  # the graph that it is given is fused already
+
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         if not isinstance(op.spec, FusedOp):
             return self.real.kernel(op, step)
@@ -59,7 +62,7 @@ def engines(
     again = tiny.engine(description, values, **options)
     serving = Serving("reference", Composed(again.compiler.serving.session))  # type: ignore[arg-type]
     weights = whole(serving, lambda name: tiny.held(name, values[name]))  # type: ignore[arg-type, return-value]
-    compiler = Compiler(serving, fused(again.compiler.graph), weights)
+    compiler = Compiler(serving, fused(again.compiler.graph), description, weights)
     other = Engine(compiler=compiler, cache=again.cache, page_tokens=again.page_tokens, chunk_tokens=again.chunk_tokens)
     return plain, other
 

@@ -64,7 +64,7 @@ def run(
         parts |= {n: turned(p, own, ranks) for n, p in parts.items() if n.endswith(suffix)}
     serving = Serving("reference", session, group=group)
     weights = PreparedWeights(serving, lambda name: narrow(checkpoint.tensor(name), parts[name]), own)
-    compiler = Compiler(serving, shard(full, text, own), weights)
+    compiler = Compiler(serving, shard(full, text, own), text, weights)
     for call in compiler.graph.calls:
         if call.op.weights is not None:
             declared = {slot: tensor.shape for slot, tensor in call.op.weights.slots.items()}

@@ -242,7 +242,7 @@ def engine(
     cache = session.kv_layout(spec).allocate(pages)
     cache.poison(range(pages))
     serving = Serving("reference", session)
-    compiler = Compiler(serving, graph, whole(serving, lambda name: held(name, values[name])))  # type: ignore[arg-type, return-value]
+    compiler = Compiler(serving, graph, description, whole(serving, lambda name: held(name, values[name])))  # type: ignore[arg-type, return-value]
     for step in STEPS:  # as m31.load does: the weights are checked now
         compiler.bind(step)
     return Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=chunk)

@@ -32,8 +32,6 @@ def reference(dtype: str = "float64") -> ReferenceSession:
 class Partial(Session):
     """Serves some ops with the reference's kernels under its own name, and refuses the others."""
 
-    notes = ()
-
     def __init__(self, *ops: str, dtype: str = "float64", shares: bool = False, step: str | None = None) -> None:
         self._real, self._ops, self._shares, self._step = reference(dtype), ops, shares, step
         self.device, self.dtypes, self.numerics = self._real.device, self._real.dtypes, self._real.numerics
@@ -66,7 +64,7 @@ class Partial(Session):
 
 def compiler(session: Session, *, may: tuple[str, ...], spare: Session | None = None) -> Compiler:
     serving = Serving("partial", session, may_fall_back=may, spare=("reference", spare or reference()))
-    return Compiler(serving, GRAPH, whole(serving, lambda name: tiny.held(name, VALUES[name])))  # type: ignore[arg-type, return-value]
+    return Compiler(serving, GRAPH, SMALL, whole(serving, lambda name: tiny.held(name, VALUES[name])))  # type: ignore[arg-type, return-value]
 
 
 OTHERS = tuple(sorted({c.op.spec.name for c in GRAPH.calls} - {"experts"}))

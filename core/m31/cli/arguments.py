@@ -70,6 +70,14 @@ _float = _number(float, "a number")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = _add_formats(parser)
+    group.add_argument(
+        "--max-context", metavar="N", type=_int, help="tokens of context to reserve (default: what fits)"
+    )
+
+
+def _add_formats(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The checkpoint, and how a backend is opened for it."""
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder")
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -89,9 +97,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--arithmetic", metavar="NAME", help="what is quantised while computing (default: the backend's own)"
     )
-    group.add_argument(
-        "--max-context", metavar="N", type=_int, help="tokens of context to reserve (default: what fits)"
-    )
+    return group
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +155,11 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deep", action="store_true", help="read every weight: NaN, infinity, broken scales")
 
 
+def _explain(parser: argparse.ArgumentParser) -> None:
+    _add_formats(parser)
+    parser.add_argument("--json", action="store_true", help="write one JSON document")
+
+
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="checkpoint folder of any format that m31 reads")
     parser.add_argument("destination", metavar="DST", help="folder to create; must not exist or be empty")
@@ -182,6 +193,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "backends": ("list the installed backends and what they say about this machine", _backends),
     "inspect": ("describe a checkpoint folder without running it", _inspect),
     "convert": ("write a checkpoint in another format", _convert),
+    "explain": ("show which kernel runs which op, and why", _explain),
     "demo": ("write a small checkpoint with random weights", _demo),
 }
 

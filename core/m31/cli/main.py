@@ -27,6 +27,7 @@ _MODULES = {
     "inspect": "m31.cli.show",
     "convert": "m31.cli.convert",
     "demo": "m31.cli.demo",
+    "explain": "m31.cli.explain",
 }
 
 

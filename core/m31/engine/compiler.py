@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from m31.graph import Assigned, BoundGraph, ModelGraph, OpInstance, Plan, StepBatch, StepClass, WeightHandle
+from m31.config import Text
+from m31.graph import (
+    Assigned,
+    BoundGraph,
+    FusionReport,
+    ModelGraph,
+    OpInstance,
+    Plan,
+    Refusal,
+    StepBatch,
+    StepClass,
+    WeightHandle,
+    fuse,
+)
 from m31.graph import assign as assign_kernels
 from m31.graph import bind as bind_graph
 from m31.parallel import WHOLE, Shard
@@ -61,23 +74,34 @@ class Compiler:
 
     Args:
         serving: who serves the ops.
-        graph: the traced model.
+        graph: the traced model of this rank.
+        text: the description that it was traced from.
         weights: its weights.
     """
 
-    def __init__(self, serving: Serving, graph: ModelGraph, weights: PreparedWeights) -> None:
-        self.serving, self.graph, self.weights = serving, graph, weights
+    def __init__(self, serving: Serving, graph: ModelGraph, text: Text, weights: PreparedWeights) -> None:
+        self.serving, self.graph, self.weights, self._text = serving, graph, weights, text
         self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch, Mapping[str, int]]] = OrderedDict()
 
     def assigned(self, steps: Iterable[StepClass]) -> Iterator[tuple[OpInstance, Assigned]]:
         """Every op instance of these step classes with who serves it; nothing is prepared."""
         for step in steps:
-            found = assign_kernels(self.graph, self.serving, step)
-            yield from ((call.op, found[call.op.name]) for call in self.graph.calls)
+            graph, _ = self.fused(step)
+            found = assign_kernels(graph, self.serving, step)
+            yield from ((call.op, found[call.op.name]) for call in graph.calls)
+
+    def fused(self, step: StepClass) -> tuple[ModelGraph, FusionReport]:
+        """The graph with the fused ops that the backend wants and has a kernel for at this step class."""
+        session = self.serving.session
+
+        def accepts(op: OpInstance) -> bool:
+            return not isinstance(session.kernel(op, step), Refusal)
+
+        return fuse(self.graph, session.fusions(), accepts, text=self._text)
 
     def bind(self, step: StepClass) -> BoundGraph:
-        """The graph with kernels and prepared weights."""
-        return bind_graph(self.graph, self.serving, step, self.weights)
+        """The fused graph with kernels and prepared weights."""
+        return bind_graph(self.fused(step)[0], self.serving, step, self.weights)
 
     def plan(self, step: StepClass) -> tuple[Plan, StepBatch, Mapping[str, int]]:
         """The plan of a step class, its buffers, and how many calls of which op it hands to another backend."""

@@ -265,7 +265,11 @@ class Session(ABC):
     device: torch.device
     dtypes: Mapping[str, torch.dtype]  # what the op dtypes `model`, `accum` and `int64` are here
     numerics: ArithmeticSpec  # what is quantised besides stored weights and pages; kernels declare it one by one
-    notes: Sequence[str] = ()  # what a user should know about how this session computes; shown once, duplicates dropped
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about how this session computes; asked for when the weights are prepared."""
+        return ()
 
     def limits(self, model: Model, declared: Limits) -> Limits:
         """What this session serves for `model`.
@@ -276,6 +280,11 @@ class Session(ABC):
                 formats, and must not widen it.
         """
         return declared
+
+    def fusions(self) -> tuple[str, ...]:
+        """Names of `m31.ops.fused.FUSED` that the core shall look for in the graph, in order; none by default. `kernel`
+        is then asked for each place, and the parts stay where it refuses."""
+        return ()
 
     @abstractmethod
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
