@@ -55,13 +55,10 @@ def traced(
     return trace(text, Rounding.of(mine.numerics, kv, index), lambda name: stored, (kv, index))
 
 
-def engine(mine: TritonSession, kv: str, order: ScaleOrder, *, fused: bool) -> Engine:
+def engine(mine: TritonSession, kv: str, order: ScaleOrder) -> Engine:
     both, graph = serving(mine), traced(mine, kv)
-    if fused:
-        accepts = lambda op: isinstance(mine.kernel(op, STEPS[0]), Kernel)  # noqa: E731
-        graph, report = fuse(graph, mine.fusions(), accepts, text=TEXT)
-        assert str(report) == "qkv_insert 1 of 1"
-    compiler = Compiler(both, graph, whole(both, lambda name: tiny.held(name, VALUES[name])))  # type: ignore[arg-type, return-value]
+    weights = whole(both, lambda name: tiny.held(name, VALUES[name]))  # type: ignore[arg-type, return-value]
+    compiler = Compiler(both, graph, TEXT, weights)
     cache = both.kv_layout(KVSpec.of(TEXT, kv, kv, order), compiler.assigned(STEPS)).allocate(16)  # type: ignore[arg-type]
     cache.poison(range(16))
     return Engine(compiler=compiler, cache=cache, page_tokens=16, chunk_tokens=2048)
@@ -76,7 +73,8 @@ def test_a_model_computes_what_it_does_on_the_reference(
     """35 tokens are three blocks, of which two are selected; then decode, two sequences at once."""
     monkeypatch.setattr(TritonSession, "_units", lambda self: units)  # then programs share the blocks of a token
     exact = "exact+query=bfloat16"
-    mine = engine(session(exact), kv, order, fused=False)
+    mine = engine(session(exact), kv, order)
+    assert str(mine.compiler.fused(STEPS[0])[1]) == "qkv_insert 0 of 1"
     ids = ids_for(TEXT, 35)
     want = tiny.engine(TEXT, VALUES, dtype="float32", kv=kv, index=kv, order=order, arithmetic=exact)
     expected = logits(want, ids)
@@ -90,7 +88,8 @@ def test_a_model_computes_what_it_does_on_the_reference(
 @pytest.mark.parametrize(("kv", "order"), [("bfloat16", "linear"), ("nvfp4", "token_quad")])
 def test_a_fused_model_computes_what_it_does_on_the_reference(kv: str, order: ScaleOrder) -> None:
     """Projection, norm, rotation and insert by the kernels too, in the arithmetic that the reference imitates."""
-    mine = engine(session(), kv, order, fused=True)
+    mine = engine(session(), kv, order)
+    assert [str(mine.compiler.fused(step)[1]) for step in STEPS] == ["qkv_insert 1 of 1"] * len(STEPS)
     ids = ids_for(TEXT, 35)
     want = tiny.engine(TEXT, VALUES, dtype="float32", kv=kv, index=kv, order=order, arithmetic="w16a16")
     expected = logits(want, ids)

@@ -66,14 +66,16 @@ class TritonSession(Session):
         self.device, self.numerics = device, numerics
         self.dtypes = {"model": torch.float32, "accum": torch.float32, "int64": torch.int64}
         self.run: Runner = interpreted if device.type == "cpu" else on_device
-        self.notes = (
-            ["backend triton interprets its kernels on the processor: right, and slower than any other backend"]
-            if device.type == "cpu"
-            else []
-        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """See `Session.notes`."""
+        if self.device.type != "cpu":
+            return ()
+        return ("backend triton interprets its kernels on the processor: right, and slower than any other backend",)
 
     def fusions(self) -> tuple[str, ...]:
-        """Fused ops that are worth trying."""
+        """See `Session.fusions`."""
         return ("qkv_insert",)
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
