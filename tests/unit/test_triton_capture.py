@@ -23,6 +23,7 @@ from m31_triton.launch import (
     launch_projection,
     launch_qkv_insert,
     launch_sparse_decode,
+    on_device,
     workspace_size,
 )
 
@@ -280,3 +281,14 @@ def test_pages_of_the_reference_are_used_in_place() -> None:
     assert [arguments[n].data_ptr() for n in ("k_pages", "v_pages", "ik_pages")] == [
         s.parts["values"].data_ptr() for s in stores
     ]
+
+
+def test_on_a_device_a_launch_is_the_kernel_over_its_grid_with_arguments_and_options() -> None:
+    seen: list[Any] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: seen.append((grid, given))
+
+    on_device(Launch(Compiled(), (3, 2), {"x": 1}, {"num_warps": 4}))
+    assert seen == [((3, 2), {"x": 1, "num_warps": 4})]

@@ -197,7 +197,7 @@ def launch_qkv_insert(
         HB=heads,
         **_stored(k, v, hkv, d, page),
     )
-    # Not contracted: every device then computes the same bits (m31_triton.kernels).
+    # Not contracted: see m31_triton.kernels.
     run(Launch(qkv_insert, (tokens, tiles), arguments, {"num_warps": 4, "enable_fp_fusion": False}))
 
 

@@ -2,5 +2,5 @@
 
 bfloat16 operands are widened to float32 before any arithmetic other than `tl.dot`; where the last bit matters the
 correctly rounded forms (`tl.div_rn`, `tl.sqrt_rn`) are used, and those kernels are compiled without contraction of
-products and sums, so that every device computes the same bits as the processor.
+products and sums, so that a device computes the bits that the processor does, up to the order of the sum in a norm.
 """

@@ -30,13 +30,13 @@ def sparse_decode(
     stats,  # None, or float32 [T,HKV,SPLITS,16,2]: that logit (times log2(e)) and the sum of p
     scale_log2,  # softmax scale times log2(e)
     P,
+    SEQS,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     TOPK: tl.constexpr,
     TOPK_PADDED: tl.constexpr,
-    SEQS: tl.constexpr,
     SEQS_PADDED: tl.constexpr,
     NVFP4: tl.constexpr,
     V_QUAD: tl.constexpr,
@@ -108,10 +108,10 @@ def merge_splits(
     stats,
     cu_q,  # [SEQS+1] int64
     out,  # [T,HKV*GROUP*D]
+    SEQS,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    SEQS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Grid (T, HKV). Rows of no sequence are padding: nothing of theirs is read or written."""
