@@ -87,7 +87,9 @@ def load(
     )
     for step in STEPS:  # a fault of the weights shows now, not in the middle of a text
         compiler.bind(step)
-    engine = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS)
+    engine = Engine(
+        compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS, prefix_cache=False
+    )
     return Model(
         config=config,
         decision=opened.decision,
