@@ -61,7 +61,7 @@ def engine(mine: TritonSession, kv: str, order: ScaleOrder) -> Engine:
     compiler = Compiler(both, graph, TEXT, weights)
     cache = both.kv_layout(KVSpec.of(TEXT, kv, kv, order), compiler.assigned(STEPS)).allocate(16)  # type: ignore[arg-type]
     cache.poison(range(16))
-    return Engine(compiler=compiler, cache=cache, page_tokens=16, chunk_tokens=2048)
+    return Engine(compiler=compiler, cache=cache, page_tokens=16, chunk_tokens=2048, prefix_cache=False)
 
 
 @pytest.mark.parametrize(
