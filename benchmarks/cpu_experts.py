@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from m31_cpu import CpuBackend
 
 from m31 import ops
 from m31.checkpoint import GlobalScale, LazyTensor, QuantizedTensor
 from m31.checkpoint.lazy import MappedFile
 from m31.graph import Kernel, OpInstance, Shard, StepClass
 from m31.ops import TensorDecl, TensorType, WeightDecl
+from m31_cpu import CpuBackend
 from m31_reference import ReferenceBackend
 
 TOPK = 4

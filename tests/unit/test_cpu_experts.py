@@ -18,15 +18,11 @@ from m31 import ops
 from m31.errors import NonFiniteWeight, OpRefused
 from m31.graph import OpInstance, StepClass
 from m31.ops import TensorDecl, TensorType, WeightDecl
-
-pytest.importorskip("numba")
-
+from m31.sdk import this_machine
 from m31_cpu.experts import experts_kernel
 from m31_cpu.isa import choose
 from m31_cpu.threads import Pool
 from m31_cpu.weights import expert_weights
-
-from m31.sdk import this_machine
 
 ATTRS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0, "routed_scaling_factor": 2.0}
 ODD = {"alpha": 1.25, "beta": 0.5, "limit": 3.0, "routed_scaling_factor": 0.75}

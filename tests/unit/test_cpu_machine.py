@@ -15,9 +15,6 @@ from tests.support.expert_files import write_experts
 
 from m31.errors import ConfigError
 from m31.sdk import this_machine
-
-pytest.importorskip("numba")
-
 from m31_cpu.isa import choose
 from m31_cpu.threads import Pool, thread_count
 

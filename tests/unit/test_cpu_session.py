@@ -13,24 +13,20 @@ from tests.support.child import ROOT, child
 from tests.support.expert_files import ExpertFile, write_experts
 from tests.unit.test_whole_model import logits
 
+import m31_cpu
 from m31 import ops
 from m31.checkpoint import Checkpoint, write
 from m31.engine.api import STEPS
 from m31.engine.compiler import Compiler, whole
 from m31.engine.engine import Engine
-from m31.engine.opening import stored_as
 from m31.errors import BackendRefused, NonFiniteWeight
 from m31.formats.arithmetic import NAMED
 from m31.graph import COLLECTIVES, OpInstance, Refusal, Shard, StepClass, trace
 from m31.ops import TensorDecl, TensorType, WeightDecl
-from m31.sdk.backend import KVSpec
+from m31.sdk.backend import KVSpec, stored_as
 from m31.sdk.manifest import read_manifest
 from m31.sdk.serving import Serving
 from m31_reference import ReferenceBackend
-
-pytest.importorskip("numba")
-
-import m31_cpu
 
 MANIFEST = read_manifest(Path(m31_cpu.__file__).parent / "backend.toml")
 WHOLE = Shard(0, 1)

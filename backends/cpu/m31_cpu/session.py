@@ -10,12 +10,12 @@ from m31.errors import BackendRefused
 from m31.formats.arithmetic import NAMED, ArithmeticSpec
 from m31.graph import Kernel, OpInstance, Refusal, Shard, StepClass
 from m31.sdk import this_machine
-from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Session
+from m31.sdk.backend import Backend, LazyTensor, Session, stored_as
 from m31.sdk.memory import host_memory_free
 from m31_cpu.experts import experts_kernel, stored_formats
 from m31_cpu.isa import choose
 from m31_cpu.threads import Pool, thread_count
-from m31_cpu.weights import ExpertWeights, copied_bytes, expert_weights, stored_as
+from m31_cpu.weights import ExpertWeights, copied_bytes, expert_weights
 
 
 class CpuSession(Session):
@@ -51,16 +51,6 @@ class CpuSession(Session):
         if isinstance(found, Refusal):
             raise BackendRefused(f"op {op.name}: {found.reason}", where="backend cpu")
         return expert_weights(slots, found)
-
-    def kv_layout(self, spec: KVSpec) -> KVLayout:
-        """None of its own: every op on the cache falls back.
-
-        Raises:
-            BackendRefused: always.
-        """
-        raise BackendRefused(
-            "has no pages of its own", where="backend cpu", expected="the layout of the backend that serves kv_write"
-        )
 
     def memory_free(self) -> int:
         """What the host has free within its control group."""

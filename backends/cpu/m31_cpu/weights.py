@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from m31.errors import NonFiniteWeight, OpRefused
 from m31.formats import nvfp4
 from m31.formats.transforms import Loss
-from m31.sdk.backend import LazyTensor, StoredPart
+from m31.sdk.backend import LazyTensor, StoredPart, stored_as
 from m31_cpu.codegen import Stored
 from m31_cpu.kernels import WEIGHT_FIELDS
 
@@ -94,11 +94,6 @@ class ExpertWeights:
             where=f"experts {chosen.tolist()}",
             fix="do not modify a checkpoint while it is in use; open it again",
         )
-
-
-def stored_as(tensor: LazyTensor) -> str:
-    """`mxfp8`, `nvfp4`, or the dtype of a plain tensor, as `TensorDecl.stored` says it."""
-    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")
 
 
 def expert_weights(slots: Mapping[str, LazyTensor], stored: tuple[Stored, Stored]) -> ExpertWeights:

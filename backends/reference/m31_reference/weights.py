@@ -171,9 +171,9 @@ class Weights:
         """See `WeightHandle.losses`. Measured when asked for: it decodes every tensor that was transformed."""
         return {name: worst([tensor.loss() for tensor in changed]) for name, changed in self.transformed.items()}
 
-    def dequantise(self) -> dict[str, Tensor]:
-        """See `WeightHandle.dequantise`: exactly the values that the kernels multiply with."""
-        return dict(self.tensors)
+    def dequantise(self) -> Mapping[str, Tensor]:
+        """See `WeightHandle.dequantise`: exactly the values that the kernels multiply with, decoded on access."""
+        return self.tensors
 
 
 def require_finite(value: Tensor, name: str) -> None:

@@ -18,7 +18,7 @@ from m31.errors import BackendRefused, ContractViolation, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
 from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace
-from m31.sdk.backend import KVSpec, LazyTensor, Limits, Session
+from m31.sdk.backend import KVSpec, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
@@ -197,8 +197,3 @@ def _rounding(session: Session, spec: KVSpec) -> Rounding:
     if str(session.dtypes["model"]) == "torch.bfloat16":
         return NO_ROUNDING
     return Rounding.of(session.numerics, spec.kv_format, spec.index_format)
-
-
-def stored_as(tensor: LazyTensor) -> str:
-    """`TensorDecl.stored` of a checkpoint's tensor."""
-    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")
