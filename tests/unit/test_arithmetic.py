@@ -243,7 +243,7 @@ def experts_with(change: Any) -> ReferenceSession:
 
 
 def test_a_static_scale_must_be_usable() -> None:
-    for bad in (0.0, -1.0, float("inf"), float("nan")):
+    for bad in (0.0, -1.0, 1e-40, float("inf"), float("nan")):
         stored = {"input_global_scale": torch.tensor([bad])}
         with pytest.raises(NonFiniteWeight, match=r"experts\.4\.w2.*input_global_scale is .*a positive finite number"):
             experts_with(lambda t, s=stored: tiny.HeldQuantised(t.name, tiny.Quantised("nvfp4", t.quantised.value, s)))

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.quantised import (
@@ -27,7 +28,7 @@ from m31.checkpoint.workfolder import STATE
 from m31.cli.convert import bar, duration
 from m31.cli.main import main
 from m31.config import parse
-from m31.errors import CheckpointError, ConfigError, NonFiniteWeight, UnsupportedFeature
+from m31.errors import CheckpointError, ConfigError, NonFiniteWeight, OpRefused, UnsupportedFeature
 
 EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
 
@@ -112,6 +113,26 @@ def test_calibrated_scales_are_carried_over_or_replaced(flash: Checkpoint, bf16:
         run(bf16, tmp_path / "d", "m31", input_scales={"model.norm.weight": 1.0})
 
 
+def test_calibration_makes_up_for_limits_without_a_default(tmp_path: Path) -> None:
+    """Under an absurd limit no default exists: refused before anything is written, unless every w2 is calibrated."""
+    source = write_bf16(tmp_path / "s", bf16_config() | {"swiglu_limit": 1e30})
+    with pytest.raises(OpRefused, match=r"no default input scale follows from limit 1e\+30"):
+        run(source.folder, tmp_path / "x", "m31")
+    assert [path.name for path in tmp_path.iterdir()] == ["s"]
+    scales = {name: 2.0 for name in source.names if ".experts." in name and name.endswith(".w2.weight")}
+    assert run(source.folder, tmp_path / "x", "m31", input_scales=scales).names
+
+
+def test_scales_of_any_kind_of_number(bf16: Path, tmp_path: Path) -> None:
+    """What calibration computes with: numpy's floats and whole numbers. They are rounded as the file does."""
+    w1 = EXPERT.replace("w2", "w1")
+    written = run(bf16, tmp_path / "x", "m31", input_scales={EXPERT: np.float64(0.1), w1: 3})
+    for name, wanted in ((EXPERT, np.float32(0.1)), (w1, 3.0)):
+        tensor = written.tensor(name)
+        assert isinstance(tensor, QuantizedTensor)
+        assert tensor.parts()["input_global_scale"].load().item() == wanted
+
+
 def global_scale(checkpoint: Checkpoint, name: str) -> float:
     tensor = checkpoint.tensor(name)
     assert isinstance(tensor, QuantizedTensor)
@@ -149,6 +170,11 @@ def test_the_calibration_file(bf16: Path, tmp_path: Path, capsys: pytest.Capture
         ('{"a": 1, "a": 2}', "'a'"),
         (f'{{"{EXPERT}": "1"}}', "'1'; expected a number"),
         (f'{{"{EXPERT}": 0}}', "is 0; expected a finite number above zero"),
+        (f'{{"{EXPERT}": 1e-50}}', "is 1e-50, as float32 0.0"),
+        (f'{{"{EXPERT}": 1e-40}}', "is 1e-40"),
+        (f'{{"{EXPERT}": 1e39}}', "is 1e+39, as float32 inf"),
+        (f'{{"{EXPERT}": 1e999}}', "is inf; expected a finite number above zero"),
+        (f'{{"{EXPERT}": 1{"0" * 400}}}', "is an integer of many digits, as float32 inf"),
         ('{"model.norm.weight": 1}', "given for 'model.norm.weight'"),
     ):
         file.write_text(content)

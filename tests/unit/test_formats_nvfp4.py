@@ -291,6 +291,7 @@ def test_refusals() -> None:
         (torch.tensor([math.inf]), "global scale is inf"),
         (torch.tensor([math.nan]), "global scale is nan"),
         (torch.tensor([-1.0]), r"global scale is -1.0"),
+        (torch.tensor([1e-40]), r"is 9\.999\d*e-41; expected a finite number > 0 whose reciprocal is finite"),
         (torch.ones(2), r"global scale is torch.float32 of shape \[2\]; expected one float32"),
         (torch.ones(1, dtype=torch.float64), r"global scale is torch.float64 of shape \[1\]"),
     ):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m31.checkpoint.draft import FOLDER
-from m31.checkpoint.encoding import Unit, check_input_scales, default_input_scale, encode, units
+from m31.checkpoint.encoding import Unit, check_input_scales, default_input_scales, encode, units
 from m31.checkpoint.folder import INDEX_NAME, is_partial, listed
 from m31.checkpoint.inventory import ITEMSIZE, expected, numel
 from m31.checkpoint.layout import ShardLayout, plan_shards
@@ -80,6 +80,7 @@ def convert(
     Raises:
         DestinationBusy: another process writes this destination.
         NonFiniteWeight: a weight is NaN or infinite; named with its index.
+        OpRefused: neither is calibration given nor do the activation's limits allow a default.
         CheckpointError, ConfigError: the source is not valid, the destination is not empty, lies inside the source or
             has too little space, or an unfinished conversion there is of another job.
     """
@@ -91,7 +92,9 @@ def convert(
         raise CheckpointError("lies inside the source", where=str(goal), fix="choose a destination outside of it")
     mapping, model = target_config(read_object(folder / "config.json"), checkpoint.config, target)
     plan = {unit.name: unit for unit in units(expected(model))}
-    check_input_scales(plan, input_scales)
+    calibrated = check_input_scales(plan, input_scales)
+    fresh = (unit for unit in plan.values() if checkpoint.tensor(unit.name).format != unit.format)
+    defaults = default_input_scales(model.text, fresh, calibrated)
     if joint_gate_up:
         _check_joint(checkpoint, plan)
     official = model.architecture == VISION_LANGUAGE
@@ -105,7 +108,7 @@ def convert(
             "source": str(folder.resolve()),
             "shards": [[f.path.name, f.size, f.path.stat().st_mtime_ns] for f in checkpoint.files],
             "config": mapping,
-            "input_scales": dict(input_scales),
+            "input_scales": calibrated,
             "max_shard_bytes": max_shard_bytes,
             "joint_gate_up": joint_gate_up,
         }
@@ -118,7 +121,7 @@ def convert(
             work = WorkFolder(goal, job, reusable={shard.file for shard in shards})
             try:
                 _check_space(work, shards, extras)
-                _fill(work, checkpoint, shards, input_scales, joint_gate_up, progress)
+                _fill(work, checkpoint, shards, calibrated | defaults, joint_gate_up, progress)
                 _companions(work, extras, shards, mapping)
                 # What could not be read back must not be published. Companions may have changed since they were listed.
                 _ = Checkpoint.open(work.path).draft
@@ -262,11 +265,10 @@ def _write_shard(
     meter.add(len(shard.header), shard.file)
     for unit in shard.units:
         rows = {name: numel(decl.shape[1:]) * ITEMSIZE[decl.dtypes[0]] for _, name, decl in unit.parts}
-        fallback = default_input_scale(checkpoint.config.text, unit.name)
         source = checkpoint.tensor(unit.name)
         other = _gate_up_partner(unit.name) if joint else None
         partner = None if other is None else checkpoint.tensor(other)
-        for piece in encode(unit, source, input_scales.get(unit.name), fallback=fallback, partner=partner):
+        for piece in encode(unit, source, input_scales.get(unit.name), partner=partner):
             raw = piece.value.contiguous().reshape(-1).view(torch.uint8)
             _pwrite(handle, raw.numpy().data, shard.offsets[piece.name] + piece.row * rows[piece.name])
             meter.add(raw.numel(), unit.name)
