@@ -30,6 +30,10 @@ from m31.cli.main import main
 from m31.config import parse
 from m31.errors import CheckpointError, ConfigError, NonFiniteWeight, OpRefused, UnsupportedFeature
 
+OTHER_JOB = (
+    r"unfinished conversion there belongs to another job: source, format, input scales \(--input-scales\), joint gate "
+    r"and up \(--joint-gate-up\), shard size or version of m31 differ; .*delete that folder, or choose another"
+)
 EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
 
 
@@ -152,8 +156,20 @@ def test_gate_and_up_share_a_global_scale_on_request(flash: Checkpoint, bf16: Pa
         gate, up = (name.rsplit(".", 2)[0] + f".{m}.weight" for m in ("w1", "w3"))
         assert global_scale(joint, name) == min(global_scale(flash, gate), global_scale(flash, up))
     assert any(global_scale(joint, name) != global_scale(flash, name) for name in experts)
-    for source, target in ((joint.folder, "m31"), (bf16, "bf16"), (bf16, "m3-mxfp8")):
-        with pytest.raises(CheckpointError, match="no expert is quantised to NVFP4 here"):
+    dense = write_bf16(tmp_path / "dense", bf16_config() | {"moe_layer_freq": [0, 0, 0]}).folder
+    give = "leave --joint-gate-up out, or give --format m31"
+    for source, target, why, fix in (
+        (
+            joint.folder,
+            "m31",
+            "the source's are NVFP4 already and are copied",
+            "or convert from the BF16 or MXFP8 folder",
+        ),
+        (bf16, "bf16", "the target format stores experts as plain", give),
+        (bf16, "m3-mxfp8", "the target format stores experts as mxfp8", give),
+        (dense, "m31", "this model has no routed experts", "leave --joint-gate-up out$"),
+    ):
+        with pytest.raises(CheckpointError, match=f"no expert is quantised to NVFP4 here: {why}.*{fix}"):
             run(source, tmp_path / "b", target, joint_gate_up=True)
 
 
@@ -182,6 +198,34 @@ def test_the_calibration_file(bf16: Path, tmp_path: Path, capsys: pytest.Capture
         assert message in capsys.readouterr().err
     assert main([*command[:2], str(tmp_path / "y"), *command[3:-1], str(tmp_path / "absent")]) == 1
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_names_in_the_calibration_file(bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message tells the file and the nearest name, or that the target takes no scales at all."""
+    file = tmp_path / "scales.json"
+    command = ["convert", str(bf16), str(tmp_path / "x"), "--input-scales", str(file), "--format"]
+    for name, fix in (
+        (f"language_model.{EXPERT}", f"did you mean '{EXPERT}'?"),
+        (EXPERT.replace("weight", "input_global_scale"), f"did you mean '{EXPERT}'?"),
+        (EXPERT.replace("experts.1", "experts.99"), "did you mean 'model.layers.2.block_sparse_moe.experts."),
+        ("x" * 3000, ", such as 'model.layers.2.block_sparse_moe.experts.0.w1.weight'\n"),
+    ):
+        file.write_text(json.dumps({name: 1.0}))
+        assert main([*command, "m31"]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(
+            f"m31: error: {file}: an input scale is given for '{name[:200]}'; expected logical names"
+        )
+        assert fix in told
+    file.write_text(json.dumps({EXPERT: 0}))
+    assert main([*command, "m31"]) == 1
+    assert capsys.readouterr().err.startswith(f"m31: error: {file}: the input scale of '{EXPERT}' is 0; expected a")
+    file.write_text(json.dumps({EXPERT: 1.0}))
+    for target in ("bf16", "m3-mxfp8"):
+        assert main([*command, target]) == 1
+        told = capsys.readouterr().err
+        assert "expected none: no weight is written in NVFP4, and only those have one; leave the scales" in told
+        assert "--format m31" in told
 
 
 def test_modelopt_converts_to_the_official_dialect(tmp_path: Path) -> None:
@@ -372,7 +416,7 @@ class Stop(Exception):
     """Stands for any interruption."""
 
 
-def interrupted(source: Path, goal: Path, target: Any, after: int) -> Path:
+def interrupted(source: Path, goal: Path, target: Any, after: int, **options: Any) -> Path:
     """Stop in the shard after `after` finished ones; the work folder."""
     work = goal.parent / f".{goal.name}.m31-convert"
 
@@ -381,7 +425,7 @@ def interrupted(source: Path, goal: Path, target: Any, after: int) -> Path:
             raise Stop
 
     with pytest.raises(Stop):
-        run(source, goal, target, progress=progress)
+        run(source, goal, target, progress=progress, **options)
     assert not goal.exists()
     return work
 
@@ -447,12 +491,37 @@ def test_companions_are_those_of_the_last_run(tmp_path: Path, monkeypatch: pytes
 def test_leftovers_of_another_job_are_neither_used_nor_deleted(bf16: Path, tmp_path: Path) -> None:
     work = interrupted(bf16, tmp_path / "x", "m31", 2)
     kept = sorted(path.name for path in work.iterdir())
-    with pytest.raises(CheckpointError, match="unfinished conversion there belongs to another source, format or"):
+    with pytest.raises(CheckpointError, match=OTHER_JOB):
         run(bf16, tmp_path / "x", "bf16")
     (work / STATE).write_text("{")
     with pytest.raises(CheckpointError, match=r"is unusable .*delete that folder, or choose another destination"):
         run(bf16, tmp_path / "x", "m31")
     assert sorted(path.name for path in work.iterdir()) == kept
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"joint_gate_up": True}, {}),
+        ({}, {"joint_gate_up": True}),
+        ({"input_scales": {EXPERT: 2.0}}, {}),
+        ({"input_scales": {EXPERT: 2.0}}, {"input_scales": {EXPERT: 2.5}}),
+        ({}, {"max_shard_bytes": 50_000}),
+    ],
+)
+def test_what_was_begun_with_other_options_is_not_continued(
+    bf16: Path, tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """A folder of which half the experts have joint scales would be neither the one nor the other."""
+    interrupted(bf16, tmp_path / "x", "m31", 2, **first)
+    with pytest.raises(CheckpointError, match=OTHER_JOB):
+        run(bf16, tmp_path / "x", "m31", **second)
+    assert run(bf16, tmp_path / "x", "m31", **first).names
+
+
+def test_scales_that_float32_does_not_tell_apart_are_the_same_job(bf16: Path, tmp_path: Path) -> None:
+    interrupted(bf16, tmp_path / "x", "m31", 2, input_scales={EXPERT: 0.1})
+    assert run(bf16, tmp_path / "x", "m31", input_scales={EXPERT: np.float32(0.1)}).names
 
 
 # --- the bar --------------------------------------------------------------------------------------------------------

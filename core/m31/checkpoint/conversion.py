@@ -53,6 +53,7 @@ def convert(
     max_shard_bytes: int,
     input_scales: Mapping[str, float],
     joint_gate_up: bool = False,
+    input_scales_from: str = "input_scales",
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
@@ -70,6 +71,7 @@ def convert(
             are carried over; otherwise see `m31.checkpoint.encoding.default_input_scale`.
         joint_gate_up: for `m31`: one global scale for gate and up (w1 and w3) of an expert, as some kernels need. By
             default each matrix has its own, which quantises the smaller one finer.
+        input_scales_from: where `input_scales` come from, for messages, such as the name of a file.
         progress: called after every piece.
         note: called, before the work begins, with each sentence that a person should read: oddities of the source
             (`Checkpoint.notes`), and what the destination will lack.
@@ -92,7 +94,7 @@ def convert(
         raise CheckpointError("lies inside the source", where=str(goal), fix="choose a destination outside of it")
     mapping, model = target_config(read_object(folder / "config.json"), checkpoint.config, target)
     plan = {unit.name: unit for unit in units(expected(model))}
-    calibrated = check_input_scales(plan, input_scales)
+    calibrated = check_input_scales(plan, input_scales, where=input_scales_from)
     fresh = (unit for unit in plan.values() if checkpoint.tensor(unit.name).format != unit.format)
     defaults = default_input_scales(model.text, fresh, calibrated)
     if joint_gate_up:
@@ -284,13 +286,22 @@ def _gate_up_partner(name: str) -> str | None:
 def _check_joint(checkpoint: Checkpoint, plan: Mapping[str, Unit]) -> None:
     """Refuse a wish for joint scales where experts are not quantised here."""
     experts = [unit for unit in plan.values() if _gate_up_partner(unit.name)]
-    if not experts or experts[0].format != "nvfp4" or checkpoint.tensor(experts[0].name).format == "nvfp4":
-        raise CheckpointError(
-            "one global scale for gate and up is asked for, and no expert is quantised to NVFP4 here",
-            where=str(checkpoint.folder),
-            expected="the target format m31, and a source whose experts are not NVFP4 yet",
-            fix="leave the wish out: NVFP4 experts are copied as they are",
-        )
+    if not experts:
+        why, fix = "this model has no routed experts", "leave --joint-gate-up out"
+    elif experts[0].format != "nvfp4":
+        why = f"the target format stores experts as {experts[0].format}"
+        fix = "leave --joint-gate-up out, or give --format m31"
+    elif checkpoint.tensor(experts[0].name).format == "nvfp4":
+        why = "the source's are NVFP4 already and are copied as they are"
+        fix = "leave --joint-gate-up out, or convert from the BF16 or MXFP8 folder that the source was made of"
+    else:
+        return
+    raise CheckpointError(
+        f"one global scale for gate and up is asked for, and no expert is quantised to NVFP4 here: {why}",
+        where=str(checkpoint.folder),
+        expected="the target format m31, and a source whose experts are not NVFP4 yet",
+        fix=fix,
+    )
 
 
 def _pwrite(handle: int, data: bytes | memoryview, offset: int) -> None:

@@ -6,6 +6,7 @@ are taken over unchanged, so that nothing is rounded twice.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -317,7 +318,7 @@ def _float32(scale: object) -> float | None:
     try:
         return float(torch.tensor([float(scale)], dtype=torch.float64).float())
     except OverflowError:  # an integer beyond float64
-        return math.inf if int(scale) > 0 else -math.inf
+        return math.inf if scale > 0 else -math.inf  # type: ignore[operator]  # typeshed gives Real no order
 
 
 def check_input_scales(
@@ -344,7 +345,7 @@ def check_input_scales(
     for name, scale in input_scales.items():
         unit = plan.get(name)
         if unit is None or unit.format != "nvfp4":
-            raise CheckpointError(f"an input scale is given for '{name}'", expected="logical names of NVFP4 weights")
+            raise _no_scale(name, plan, where)
         stored = _float32(scale)
         if stored is None or not nvfp4.divisible(torch.tensor([stored])):
             raise CheckpointError(
@@ -354,6 +355,20 @@ def check_input_scales(
             )
         usable[name] = stored
     return usable
+
+
+def _no_scale(name: str, plan: Mapping[str, Unit], where: str) -> CheckpointError:
+    """An input scale is given for something that has none."""
+    known = [unit.name for unit in plan.values() if unit.format == "nvfp4"]
+    if known:
+        # Official prefixes and names of parts contain the logical name; a search for similar ones takes seconds.
+        near = [n for n in known if n.removesuffix("weight") in name] or difflib.get_close_matches(name, known, n=1)
+        expected = f"logical names of NVFP4 weights, such as '{known[0]}'"
+        fix = f"did you mean '{near[0]}'?" if near else None
+    else:
+        expected = "none: no weight is written in NVFP4, and only those have one"
+        fix = "leave the scales (--input-scales) out, or write a model with experts as m31 (--format m31)"
+    return CheckpointError(f"an input scale is given for '{name:.200}'", where=where, expected=expected, fix=fix)
 
 
 def _told(scale: object, stored: float | None) -> str:
