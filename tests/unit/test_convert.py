@@ -271,6 +271,31 @@ def test_what_stays_behind_is_told(bf16: Path, flash: Checkpoint, tmp_path: Path
     assert len(told) == 3  # nothing to tell about a folder that m31 wrote
 
 
+def test_scales_that_nobody_calibrated_are_told(bf16: Path, flash: Checkpoint, tmp_path: Path) -> None:
+    """A folder from `m31` without calibration runs, but wastes range: the one who converts should know."""
+    experts = [name for name in flash.names if ".experts." in name and name.endswith(".w2.weight")]
+
+    def told(source: Path, target: Any, **options: Any) -> list[str]:
+        notes: list[str] = []
+
+        def stop(_: Step) -> None:
+            raise Stop
+
+        with pytest.raises(Stop):
+            run(source, tmp_path / "x", target, note=notes.append, progress=stop, **options)
+        return [text for text in notes if "calibrated" in text]
+
+    text = (
+        "input_global_scale of the experts' second matrix (w2) is not calibrated for {} of 4: 2688 / ((limit + |beta|) "
+        "* limit) = 48 is written, under which nothing saturates; --input-scales FILE takes calibrated ones"
+    )
+    assert told(bf16, "m31") == [text.format(4)]
+    assert told(bf16, "m31", input_scales={EXPERT: 2.0}) == [text.format(3)]
+    assert told(bf16, "m31", input_scales={EXPERT.replace("w2", "w1"): 2.0}) == [text.format(4)]
+    assert told(bf16, "m31", input_scales=dict.fromkeys(experts, 2.0)) == []
+    assert told(flash.folder, "m31") == told(flash.folder, "bf16") == told(bf16, "m3-mxfp8") == []
+
+
 def test_the_command_prints_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """M3's layers for multi-token prediction are not written: hours of work later is too late to learn that."""
     folder = write_bf16(tmp_path / "s", bf16_config(name="m3")).folder

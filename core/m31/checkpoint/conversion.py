@@ -103,7 +103,7 @@ def convert(
     shards = plan_shards(plan.values(), max_shard_bytes=max_shard_bytes, official=official)
     extras = _extras(checkpoint)
     if note is not None:
-        for text in _remarks(checkpoint, extras):
+        for text in (*_remarks(checkpoint, extras), *_uncalibrated(plan, defaults)):
             note(text)
     job = fingerprint(
         {
@@ -197,6 +197,18 @@ def _remarks(checkpoint: Checkpoint, extras: Mapping[str, Path]) -> Iterator[str
     ]
     if behind:
         yield f"not carried over: {listed(behind)}"
+
+
+def _uncalibrated(plan: Mapping[str, Unit], defaults: Mapping[str, float]) -> Iterator[str]:
+    """A sentence about input scales that follow from the activation alone. Those of w1 and w3 are used by nobody."""
+    every = [name for name, unit in plan.items() if unit.format == "nvfp4" and name.endswith(".w2.weight")]
+    missing = [name for name in every if name in defaults]
+    if missing:
+        yield (
+            f"input_global_scale of the experts' second matrix (w2) is not calibrated for {len(missing):,} of "
+            f"{len(every):,}: 2688 / ((limit + |beta|) * limit) = {defaults[missing[0]]:g} is written, under which "
+            "nothing saturates; --input-scales FILE takes calibrated ones"
+        )
 
 
 def _check_space(work: WorkFolder, shards: tuple[ShardLayout, ...], extras: Mapping[str, Path]) -> None:
