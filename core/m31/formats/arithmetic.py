@@ -124,7 +124,8 @@ def parse(name: str) -> ArithmeticSpec:
     After a known name, each `+field=value` replaces a field of `ArithmeticSpec`; the value `none` switches it off. In
     the name, case does not matter, and a space or underscore is a hyphen.
 
-    Raises OpRefused for an unknown name or field, with the nearest one, a field given twice, and a value that the field does not take.
+    Raises OpRefused for an unknown name or field, with the nearest one, for a field given twice, and for a value that
+    the field does not take.
     """
     base, *changes = name.split("+")
     key = "-".join(base.lower().replace("_", " ").replace("-", " ").split())
