@@ -95,7 +95,10 @@ def test_unknown_formats_and_arithmetics_are_refused_by_name(folders: dict[str, 
         load(folders["m31"], index_dtype="nvfp5")
     with pytest.raises(BackendRefused, match="--kv-dtype nvfp4"):
         load(folders["m31"], kv_dtype="bfloat16", arithmetic="w4a4-q8kv4")
-    assert load(folders["m31"], arithmetic="w4a4-q8kv4").formats["kv"] == "nvfp4"
+    for arithmetic, usual in (("w4a4-q8kv4", "nvfp4"), ("w4a16", "bfloat16"), ("exact", "float32")):
+        formats = load(folders["m31"], arithmetic=arithmetic).formats
+        assert (formats["kv"], formats["index"]) == (usual, usual)
+    assert load(folders["m31"], arithmetic="w4a16", index_dtype="int8").formats["kv"] == "bfloat16"
     with pytest.raises(OpRefused, match=r"unknown arithmetic 'w4a5'.*did you mean"):
         load(folders["m31"], arithmetic="w4a5")
     (note,) = (n for n in load(folders["bf16"], arithmetic="w4a4-megamoe").notes if "input_global_scale" in n)

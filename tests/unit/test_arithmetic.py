@@ -21,6 +21,7 @@ from m31.parallel import WHOLE
 from m31.sdk.backend import KVSpec
 from m31.sdk.manifest import read_manifest
 from m31.sdk.serving import Serving
+from m31_reference.emulation import _e4m3_query
 from m31_reference.session import ReferenceBackend, ReferenceSession
 
 SMALL = tiny.quantisable(num_layers=2)
@@ -174,6 +175,57 @@ def test_rounding_nodes_stand_where_the_model_defines_them() -> None:
         ("sparse_attention", "linear"): 2,
         ("gemma_rmsnorm", "gather_rows"): 1,  # the head's input
     }
+
+
+def test_operands_are_those_of_the_pages() -> None:
+    """The bound of a kernel follows from what it declares: an index in FP8 is E4M3, one in float32 stays float32."""
+    session = opened("w4a4-q8kv4")
+    for kv, index, main, scores in (
+        ("nvfp4", "nvfp4", "e4m3*e4m3, e4m3*e4m3", "e4m3*e4m3"),
+        ("nvfp4", "float64", "e4m3*e4m3, e4m3*e4m3", "e4m3*float64"),
+        ("fp8", "fp8", "e4m3*e4m3, e4m3*e4m3", "e4m3*e4m3"),
+    ):
+        found = {}
+        for call in trace(SMALL, pages=(kv, index)).calls:
+            kernel = session.kernel(call.op, STEP)
+            assert isinstance(kernel, Kernel)
+            found[call.op.spec.name] = kernel.arithmetic.operands
+        assert (found["sparse_attention"], found["block_scores"]) == (main, scores)
+
+
+def test_queries_beyond_e4m3_saturate() -> None:
+    """MODEL.md §3.4: unit scale, saturating; torch's own cast would give NaN on older versions."""
+    call = next(c for c in GRAPH.calls if c.op.spec.name == "sparse_attention")
+    seen = []
+
+    def attend(outs: Any, ins: Any, w: Any, workspace: Any) -> None:
+        seen.append(ins[0])
+
+    _e4m3_query(attend)([], [torch.tensor([[[1000.0, -449.0, 448.0, 17.0]]])], None, None)
+    assert seen[0].tolist() == [[[448.0, -448.0, 448.0, 16.0]]]
+    assert isinstance(opened("w4a4-q8kv4").kernel(call.op, STEP), Kernel)
+
+
+def test_experts_alone_have_their_input_rounded() -> None:
+    """The node stands before router and experts even where no projection asks for it."""
+    spec = parse("exact+expert_input=nvfp4-token")
+    assert rounded(trace(SMALL, Rounding.of(spec, "float64", "float64"))) == {
+        ("gemma_rmsnorm", "experts+linear+router"): 1
+    }
+
+
+def test_what_a_transform_did_is_told() -> None:
+    def told(name: str, values: Any) -> list[str]:
+        engine = tiny.engine(SMALL, values, dtype="float32", kv="bfloat16", index="bfloat16", arithmetic=name)
+        return list(engine.compiler.serving.session.notes)
+
+    assert told("w8a8-mxfp8", STORED) == [
+        "weights stored in NVFP4 are computed after the lossy transform nvfp4-to-mxfp8"
+    ]
+    assert told("w4a16-block-fp8", tiny.dequantised(STORED)) == [
+        "arithmetic 'w4a16-block-fp8' has the transform mxfp8-to-block-fp8, and no weight is stored in MXFP8"
+    ]
+    assert told("w4a16", STORED) == []
 
 
 def test_a_read_rule_needs_pages_that_it_can_read() -> None:

@@ -40,7 +40,7 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     ("words", "message"),
     [
         (["rnu"], "unknown command 'rnu'; did you mean 'run'?"),
-        (["xyzzy"], "unknown command 'xyzzy'; commands are run, chat, backends, inspect, convert, demo"),
+        (["xyzzy"], "unknown command 'xyzzy'; commands are run, chat, backends, inspect, convert, explain, demo"),
         (["run", "c", "p", "--temprature", "1"], "unknown flag '--temprature'; did you mean '--temperature'?"),
         (["run", "c", "p", "--top_p=0.5"], "unknown flag '--top_p'; did you mean '--top-p'?"),
         (["run", "c", "p", "--temp", "1"], "unknown flag '--temp'"),  # abbreviations are not accepted
@@ -153,7 +153,7 @@ def test_flags_not_given_keep_the_librarys_defaults(fake: FakeModel) -> None:
     assert main(["run", "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {}
     unset = ("backend", "device", "kv_dtype", "index_dtype", "v_scale_order", "arithmetic", "max_context")
-    assert fake.loads[0][1] == {"dtype": "float32", **dict.fromkeys(unset)}
+    assert fake.loads[0][1] == dict.fromkeys(("dtype", *unset))
 
 
 def test_raw_bypasses_the_template(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:

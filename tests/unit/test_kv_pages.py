@@ -174,14 +174,15 @@ def test_scale_orders(kind: str) -> None:
     assert bytes_["token_quad"][1, (77 // 4) * 32 + 5 * 4 + 77 % 4] == per_head[1, 77, 5] or kind == "k"
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-def test_the_fast_decoder_is_the_format(rounded: bool) -> None:
+@pytest.mark.parametrize("read", ["exact", "e4m3", "e4m3-shift3"])
+def test_the_fast_decoder_is_the_format(read: str) -> None:
     """All 256 bytes under all 256 scales, NaN included: what kernels read equals `m31.formats`, bit for bit."""
     packed = torch.arange(256, dtype=torch.uint8).view(1, 32, 8).expand(256, 32, 8)
     scale = torch.arange(256, dtype=torch.uint8).view(256, 1, 1).expand(256, 32, 1).contiguous()
-    got = Nvfp4("linear", "e4m3" if rounded else "exact").decode({"packed": packed, "scale": scale}, torch.float32)
-    decode = nvfp4.decode_kv_e4m3 if rounded else nvfp4.decode_kv
-    want = decode(packed, scale.view(torch.float8_e4m3fn))
+    got = Nvfp4("linear", read).decode({"packed": packed, "scale": scale}, torch.float32)
+    stored = packed, scale.view(torch.float8_e4m3fn)
+    shift = 3 if read == "e4m3-shift3" else 0
+    want = nvfp4.decode_kv(*stored) if read == "exact" else nvfp4.decode_kv_e4m3(*stored, scale_shift=shift)
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got.nan_to_num().view(torch.int32), want.nan_to_num().view(torch.int32))
     codes = torch.arange(256, dtype=torch.uint8).view(1, 8, 32)

@@ -72,7 +72,7 @@ def test_a_valid_manifest_keeps_every_value() -> None:
             {"device": GPU, "limits": {**LIMITS, "tensor_parallel": 4}},
             "limits.tensor_parallel = 4 needs more devices than device.min_count = 2",
         ),
-        ({"ops": ["rope"], "fallback": ["rope"]}, "fallback lists ops that ops already claims: rope"),
+        ({"ops": "all", "fallback": ["rope"]}, "fallback lists ops of a backend that claims to serve all: rope"),
     ],
 )
 def test_bug_87_every_mistake_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:

@@ -32,8 +32,6 @@ def reference(dtype: str = "float64") -> ReferenceSession:
 class Partial(Session):
     """Serves some ops with the reference's kernels under its own name, and refuses the others."""
 
-    notes = ()
-
     def __init__(self, *ops: str, dtype: str = "float64", shares: bool = False, step: str | None = None) -> None:
         self._real, self._ops, self._shares, self._step = reference(dtype), ops, shares, step
         self.device, self.dtypes, self.numerics = self._real.device, self._real.dtypes, self._real.numerics
@@ -75,7 +73,9 @@ OTHERS = tuple(sorted({c.op.spec.name for c in GRAPH.calls} - {"experts"}))
 def test_what_falls_back_is_counted_and_computes_the_same() -> None:
     made = compiler(Partial("experts"), may=OTHERS)
     layout = made.serving.kv_layout(SPEC, made.assigned(STEPS))
-    engine = Engine(compiler=made, cache=layout.allocate(16), page_tokens=SPEC.page_tokens, chunk_tokens=2048)
+    engine = Engine(
+        compiler=made, cache=layout.allocate(16), page_tokens=SPEC.page_tokens, chunk_tokens=2048, prefix_cache=False
+    )
     ids = ids_for(SMALL, 20)
     want = logits(tiny.engine(SMALL, VALUES, dtype="float64"), ids)
     assert torch.equal(logits(engine, ids), want)

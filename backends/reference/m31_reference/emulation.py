@@ -15,6 +15,7 @@ from torch import Tensor
 from m31.formats import fp8, mxfp8, nvfp4
 from m31.formats.arithmetic import ArithmeticSpec
 from m31.graph import Arithmetic, OpInstance, Refusal, RunKernel
+from m31.ops import StateType
 from m31_reference.attention import ATTENTION
 from m31_reference.kernels import activate
 
@@ -60,12 +61,24 @@ def emulated(
             or (_experts(op, spec), Arithmetic(operands, compute, compute))
         )
     if name in _READERS and (spec.query, spec.kv_read, spec.probability) != (None, "exact", None):
-        operands = f"{spec.query or compute}*{compute if spec.kv_read == 'exact' else spec.kv_read}"
+        operands = f"{spec.query or compute}*{_read(op, spec, compute)}"
         if spec.probability and name != "block_scores":
             operands += f", {spec.probability}*{operands.partition('*')[2]}"
         run = ATTENTION[name](op.attrs, spec.probability)
         return run if spec.query != "e4m3" else _e4m3_query(run), Arithmetic(operands, compute, compute)
     return None
+
+
+def _read(op: OpInstance, spec: ArithmeticSpec, compute: str) -> str:
+    """The operand that attention multiplies with: only NVFP4 pages are read in a way of their own; E4M3 ones are E4M3.
+
+    A graph that was traced without pages is taken to have those that the arithmetic is made for.
+    """
+    state = next(value for value in op.inputs if isinstance(value, StateType))
+    stored = state.index_format if op.spec.name == "block_scores" else state.kv_format
+    if stored == "fp8":
+        return "e4m3"
+    return spec.kv_read if spec.kv_read != "exact" and stored in ("", "nvfp4") else compute
 
 
 def _refused(kind: str | None, size: int, what: str) -> Refusal | None:

@@ -35,7 +35,8 @@ class ReferenceSession(Session):
         self, device: torch.device, dtype: torch.dtype, numerics: ArithmeticSpec, weight_cache_bytes: int | None
     ) -> None:
         self.device, self.numerics = device, numerics
-        self.notes: list[str] = []
+        self._notes: list[str] = []
+        self._transforms: dict[str, bool] = {}  # of weights, by name: whether any tensor was changed
         self.dtypes = {"model": dtype, "accum": dtype, "int64": torch.int64}
         self.compute = str(dtype).removeprefix("torch.")
         if weight_cache_bytes is None:
@@ -94,6 +95,8 @@ class ReferenceSession(Session):
             self._stored[slots["weight"].format].add(op.weights.name)
         transform = self._transform(op)
         changed = transformed(slots, transform)
+        if transform is not None:
+            self._transforms[transform] = self._transforms.get(transform, False) or bool(changed)
         held: dict[str, torch.Tensor] = {}
         lazy: dict[str, LazyTensor] = {}
         for slot, tensor in slots.items():
@@ -120,6 +123,19 @@ class ReferenceSession(Session):
             input_scale=scales,
         )
 
+    @property
+    def notes(self) -> list[str]:
+        """See `Session.notes`: where a static scale was made up, and what transforms of weights did."""
+        told = list(self._notes)
+        for name, applied in self._transforms.items():
+            start = name.partition("-")[0].upper()
+            told.append(
+                f"weights stored in {start} are computed after the lossy transform {name}"
+                if applied
+                else f"arithmetic '{self.numerics.name}' has the transform {name}, and no weight is stored in {start}"
+            )
+        return told
+
     def _transform(self, op: OpInstance) -> str | None:
         """The lossy transform that the arithmetic applies to this op's weights."""
         by_op = {"linear": self.numerics.linear_weights, "experts": self.numerics.expert_weights}
@@ -139,8 +155,8 @@ class ReferenceSession(Session):
                 f"experts are stored {tensor.format}, without input_global_scale: arithmetic '{self.numerics.name}' "
                 f"quantises the second product's input with {default:g}, under which nothing saturates"
             )
-            if note not in self.notes:
-                self.notes.append(note)
+            if note not in self._notes:
+                self._notes.append(note)
             return torch.tensor([default], device=self.device)
         scale = part.load().float()
         if not nvfp4.divisible(scale):

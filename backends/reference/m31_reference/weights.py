@@ -11,7 +11,16 @@ from torch import Tensor
 
 from m31.errors import NonFiniteWeight
 from m31.formats import mxfp8, nvfp4
-from m31.formats.transforms import Loss, mxfp8_to_block_fp8, nvfp4_shared_scale, nvfp4_to_mxfp8, worst
+from m31.formats.scales import check_scale
+from m31.formats.transforms import (
+    Loss,
+    measure,
+    nvfp4_shared_scale,
+    requantise,
+    share_scale,
+    to_block_fp8,
+    worst,
+)
 from m31.sdk.backend import LazyTensor, StoredPart
 
 
@@ -34,24 +43,30 @@ class Transformed:
 
     def load(self) -> Tensor:
         """The values after the transform, float32."""
-        return self._apply()[0]
+        if self._transform == "nvfp4-shared-scale":
+            return share_scale(self._parts()).matrix(list(self._group).index(self._source))
+        stored = _stored(self._source)
+        if self._transform == "nvfp4-to-mxfp8":
+            return mxfp8.decode(*requantise(stored["packed"], stored["scale"], stored["global_scale"]))
+        return to_block_fp8(stored["codes"], stored["scale"]).decode()
 
     def loss(self) -> Loss:
         """What the transform changed, in all tensors that it took together."""
-        return self._apply()[1]
-
-    def _apply(self) -> tuple[Tensor, Loss]:
-        stored = [{role: part.load() for role, part in t.parts().items()} for t in self._group]
         if self._transform == "nvfp4-shared-scale":
-            parts = [nvfp4.Nvfp4(s["packed"], s["scale"], s["global_scale"]) for s in stored]
-            shared, loss = nvfp4_shared_scale(parts)
-            return shared.decode()[list(self._group).index(self._source)], loss
-        (s,) = stored
-        if self._transform == "nvfp4-to-mxfp8":
-            made, loss = nvfp4_to_mxfp8(s["packed"], s["scale"], s["global_scale"])
-            return mxfp8.decode(*made), loss
-        blocks, loss = mxfp8_to_block_fp8(s["codes"], s["scale"])
-        return blocks.decode(), loss
+            return nvfp4_shared_scale(self._parts())[1]
+        return measure(self._source.load(), self.load())
+
+    def _parts(self) -> list[nvfp4.Nvfp4]:
+        stored = [_stored(tensor) for tensor in self._group]
+        return [nvfp4.Nvfp4(s["packed"], s["scale"], s["global_scale"]) for s in stored]
+
+
+def _stored(tensor: LazyTensor) -> dict[str, Tensor]:
+    """The stored tensors, their block scales checked as `LazyTensor.load` would."""
+    parts = tensor.parts()
+    stored = {role: part.load() for role, part in parts.items() if role != "input_global_scale"}
+    check_scale(parts["scale"], stored["scale"])
+    return stored
 
 
 def transformed(slots: Mapping[str, LazyTensor], transform: str | None) -> dict[str, Transformed]:
@@ -156,9 +171,9 @@ class Weights:
         """See `WeightHandle.losses`. Measured when asked for: it decodes every tensor that was transformed."""
         return {name: worst([tensor.loss() for tensor in changed]) for name, changed in self.transformed.items()}
 
-    def dequantise(self) -> dict[str, Tensor]:
-        """See `WeightHandle.dequantise`: exactly the values that the kernels multiply with."""
-        return dict(self.tensors)
+    def dequantise(self) -> Mapping[str, Tensor]:
+        """See `WeightHandle.dequantise`: exactly the values that the kernels multiply with, decoded on access."""
+        return self.tensors
 
 
 def require_finite(value: Tensor, name: str) -> None:

@@ -43,8 +43,8 @@ def load(
         backend: a backend's name; None chooses (see `m31 backends`).
         device: passed to the backend; None is its own choice.
         dtype: compute dtype; None is the first that the backend lists. The reference has `float32` and `float64`.
-        kv_dtype: format of K and V in the pages; None is the backend's default, the first of its list, or `nvfp4` with
-            an arithmetic that reads keys and values as E4M3.
+        kv_dtype: format of K and V in the pages; None is `nvfp4` with an arithmetic that reads keys and values as E4M3,
+            `bfloat16` with one that rounds queries to BF16, else the first of the backend's list.
         index_dtype: format of the index keys; likewise.
         v_scale_order: order of the V scales inside NVFP4 pages, `linear` (None) or `token_quad` (MODEL.md §3.4). Both
             decode to the same values; pages that are exchanged must agree.
@@ -87,7 +87,9 @@ def load(
     )
     for step in STEPS:  # a fault of the weights shows now, not in the middle of a text
         compiler.bind(step)
-    engine = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS)
+    engine = Engine(
+        compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS, prefix_cache=False
+    )
     return Model(
         config=config,
         decision=opened.decision,

@@ -18,7 +18,7 @@ from m31.errors import BackendRefused, ContractViolation, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
 from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace
-from m31.sdk.backend import KVSpec, LazyTensor, Limits, Session
+from m31.sdk.backend import KVSpec, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
@@ -143,11 +143,9 @@ def open_model(
         raise ContractViolation(
             "limits", f"serves {limits}", where=f"backend {manifest.name}", expected=f"at most its manifest: {declared}"
         )
-    if kv_dtype is None and session.numerics.kv_read != "exact" and "nvfp4" in limits.kv_formats:
-        # What an arithmetic that reads E4M3 is made for; the backend's default may be unreadable to it.
-        kv_dtype = "nvfp4"
-    kv_format = _listed("KV format", kv_dtype, limits.kv_formats, manifest.name)
-    index_format = _listed("index key format", index_dtype, limits.index_formats, manifest.name)
+    usual = _pages(session.numerics)
+    kv_format = _listed("KV format", kv_dtype, _first(usual, limits.kv_formats), manifest.name)
+    index_format = _listed("index key format", index_dtype, _first(usual, limits.index_formats), manifest.name)
     spec = KVSpec.of(text, kv_format, index_format, _order(v_scale_order, kv_format))
     graph = trace(
         text,
@@ -169,6 +167,19 @@ def fallback_note(name: str, assigned: Iterable[tuple[OpInstance, Assigned]]) ->
         yield f"backend {name} leaves these ops to {other}, as its manifest declares: {', '.join(sorted(ops))}"
 
 
+def _pages(numerics: ArithmeticSpec) -> str | None:
+    """The format of pages that an arithmetic is made for: what reads E4M3 is made for NVFP4, what rounds queries to
+    BF16 for BF16 (§2.3, §3.4). Pages of another format can be asked for."""
+    if numerics.kv_read != "exact":
+        return "nvfp4"
+    return "bfloat16" if numerics.query == "bfloat16" else None
+
+
+def _first(name: str | None, served: tuple[F, ...]) -> tuple[F, ...]:
+    """`served`, with `name` first if it is there."""
+    return tuple(sorted(served, key=lambda known: known != name))
+
+
 def _order(name: str | None, kv_format: str) -> ScaleOrder:
     if name is None or name == "linear":
         return "linear"
@@ -186,8 +197,3 @@ def _rounding(session: Session, spec: KVSpec) -> Rounding:
     if str(session.dtypes["model"]) == "torch.bfloat16":
         return NO_ROUNDING
     return Rounding.of(session.numerics, spec.kv_format, spec.index_format)
-
-
-def stored_as(tensor: LazyTensor) -> str:
-    """`TensorDecl.stored` of a checkpoint's tensor."""
-    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")

@@ -84,7 +84,7 @@ def _spread(scale: Tensor, block: int, n: int, k: int) -> Tensor:
     return scale.repeat_interleave(block, -2)[..., :n, :].repeat_interleave(block, -1)[..., :k]
 
 
-def mxfp8_to_block_fp8(codes: Tensor, scale: Tensor, *, block: int = 128) -> tuple[BlockFp8, Loss]:
+def to_block_fp8(codes: Tensor, scale: Tensor, *, block: int = 128) -> BlockFp8:
     """MXFP8 [..., N, K] to E4M3 with one float32 scale per `block` x `block`: amax / 448, then E4M3(x / scale).
 
     For devices without MXFP8 products. Lossy: 512 exponents (at 128 x 128) become one, so that small groups lose bits
@@ -101,20 +101,28 @@ def mxfp8_to_block_fp8(codes: Tensor, scale: Tensor, *, block: int = 128) -> tup
     tiles = padded.reshape(*before.shape[:-2], (n + down) // block, block, (k + right) // block, block)
     new_scale = over(tiles.abs().amax(dim=(-3, -1)), fp8.E4M3_MAX)
     divisor = _spread(new_scale, block, n, k)
-    new = fp8.encode(torch.where(divisor == 0, 0.0, before / divisor))
-    result = BlockFp8(new, new_scale, block)
-    return result, measure(before, result.decode())
+    return BlockFp8(fp8.encode(torch.where(divisor == 0, 0.0, before / divisor)), new_scale, block)
 
 
-def nvfp4_to_mxfp8(packed: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[mxfp8.Mxfp8, Loss]:
+def mxfp8_to_block_fp8(codes: Tensor, scale: Tensor, *, block: int = 128) -> tuple[BlockFp8, Loss]:
+    """`to_block_fp8`, and what it cost."""
+    result = to_block_fp8(codes, scale, block=block)
+    return result, measure(mxfp8.decode(codes, scale), result.decode())
+
+
+def requantise(packed: Tensor, scale: Tensor, global_scale: Tensor) -> mxfp8.Mxfp8:
     """NVFP4 [..., K] to MXFP8: decoded to float32, quantised again per 32 (MODEL.md §3.2).
 
     Lossy: a code times a block scale has up to six significant bits and E4M3 holds four, two groups of 16 share one
     exponent, and 1/G is any float32. Raises OpRefused unless K is a multiple of 32.
     """
-    before = nvfp4.decode(packed, scale, global_scale)
-    result = mxfp8.encode(before, where="nvfp4_to_mxfp8")
-    return result, measure(before, mxfp8.decode(*result))
+    return mxfp8.encode(nvfp4.decode(packed, scale, global_scale), where="nvfp4_to_mxfp8")
+
+
+def nvfp4_to_mxfp8(packed: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[mxfp8.Mxfp8, Loss]:
+    """`requantise`, and what it cost."""
+    result = requantise(packed, scale, global_scale)
+    return result, measure(nvfp4.decode(packed, scale, global_scale), mxfp8.decode(*result))
 
 
 class SharedScale(NamedTuple):
@@ -124,15 +132,16 @@ class SharedScale(NamedTuple):
     scale: tuple[Tensor, ...]
     decode_scale: Tensor
 
+    def matrix(self, at: int) -> Tensor:
+        """Matrix `at` [..., K] in float32."""
+        return nvfp4.decode_kv(self.packed[at], self.scale[at]) * self.decode_scale.float()
+
     def decode(self) -> tuple[Tensor, ...]:
         """Each matrix [..., K] in float32."""
-        wide = self.decode_scale.float()
-        return tuple(nvfp4.decode_kv(p, s) * wide for p, s in zip(self.packed, self.scale, strict=True))
+        return tuple(self.matrix(at) for at in range(len(self.packed)))
 
 
-def nvfp4_shared_scale(
-    parts: Sequence[nvfp4.Nvfp4], *, dtype: torch.dtype = torch.bfloat16
-) -> tuple[SharedScale, Loss]:
+def share_scale(parts: Sequence[nvfp4.Nvfp4], *, dtype: torch.dtype = torch.bfloat16) -> SharedScale:
     """Gate and up (or any matrices) under one global scale, for weight-only kernels that take one per expert.
 
     The smallest G of the parts becomes the common one, so that no block scale grows; the others' block scales become
@@ -150,7 +159,14 @@ def nvfp4_shared_scale(
         else fp8.encode(fp8.decode(part.scale) * (common / part.global_scale))
         for part in parts
     )
-    result = SharedScale(tuple(part.packed for part in parts), scales, (1.0 / common).reshape(1).to(dtype))
+    return SharedScale(tuple(part.packed for part in parts), scales, (1.0 / common).reshape(1).to(dtype))
+
+
+def nvfp4_shared_scale(
+    parts: Sequence[nvfp4.Nvfp4], *, dtype: torch.dtype = torch.bfloat16
+) -> tuple[SharedScale, Loss]:
+    """`share_scale`, and what it cost over all matrices."""
+    result = share_scale(parts, dtype=dtype)
     before = torch.cat([nvfp4.decode(*part).flatten() for part in parts])
     return result, measure(before, torch.cat([matrix.flatten() for matrix in result.decode()]))
 

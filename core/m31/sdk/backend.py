@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from m31.errors import BackendRefused
+
 if TYPE_CHECKING:
     import torch
 
@@ -88,6 +90,11 @@ class StoredPart(Protocol):
 
     def load(self) -> torch.Tensor:
         """Its elements as stored."""
+
+
+def stored_as(tensor: LazyTensor) -> str:
+    """How a tensor is stored, in the words of `TensorDecl.stored`."""
+    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +272,11 @@ class Session(ABC):
     device: torch.device
     dtypes: Mapping[str, torch.dtype]  # what the op dtypes `model`, `accum` and `int64` are here
     numerics: ArithmeticSpec  # what is quantised besides stored weights and pages; kernels declare it one by one
-    notes: Sequence[str] = ()  # what a user should know about how this session computes; shown once, duplicates dropped
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a user should know about how this session computes; asked for when the weights are prepared."""
+        return ()
 
     def limits(self, model: Model, declared: Limits) -> Limits:
         """What this session serves for `model`.
@@ -298,9 +309,13 @@ class Session(ABC):
         Whatever is not read in place (`WeightHandle.in_place`) must be released when this returns.
         """
 
-    @abstractmethod
     def kv_layout(self, spec: KVSpec) -> KVLayout:
-        """The page layout for a spec."""
+        """The page layout for a spec; asked only of a backend that serves every op on the cache.
+
+        Raises:
+            BackendRefused: a format that is not served; the default, for a backend without pages of its own.
+        """
+        raise BackendRefused("has no pages of its own", where=f"{type(self).__name__}")
 
     @abstractmethod
     def memory_free(self) -> int:
