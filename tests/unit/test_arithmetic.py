@@ -382,7 +382,7 @@ def test_a_name_can_be_changed_field_by_field() -> None:
 def test_every_backend_has_a_manifest() -> None:
     """Otherwise the test below would be about none, without a word."""
     assert [path.parent.name for path in MANIFESTS] == [
-        *("m31_blackwell", "m31_hopper", "m31_mi355x", "m31_reference", "m31_rubin")
+        *("m31_blackwell", "m31_cpu", "m31_hopper", "m31_mi355x", "m31_reference", "m31_rubin")
     ]
 
 
