@@ -31,6 +31,7 @@ STORED = tiny.quantised(GRAPH, tiny.weights(GRAPH, seed=1))
 SCALES = tiny.input_scales(STORED)
 EXACT = sorted(name for name, spec in NAMED.items() if spec.exact)
 QUANTISING = sorted(set(NAMED) - set(EXACT))
+MANIFESTS = sorted((Path(__file__).resolve().parents[2] / "backends").glob("*/*/backend.toml"))
 STEP = StepClass(kind="mixed", q_len=0, tokens=8, seqs=2, rows=2, pages=16)
 
 
@@ -295,7 +296,7 @@ def experts_with(change: Any) -> ReferenceSession:
 
 
 def test_a_static_scale_must_be_usable() -> None:
-    for bad in (0.0, -1.0, float("inf"), float("nan")):
+    for bad in (0.0, -1.0, 1e-40, float("inf"), float("nan")):
         stored = {"input_global_scale": torch.tensor([bad])}
         with pytest.raises(NonFiniteWeight, match=r"experts\.4\.w2.*input_global_scale is .*a positive finite number"):
             experts_with(lambda t, s=stored: tiny.HeldQuantised(t.name, tiny.Quantised("nvfp4", t.quantised.value, s)))
@@ -371,12 +372,21 @@ def test_a_name_can_be_changed_field_by_field() -> None:
         ("w4a16+kv_read", r"'kv_read' has no value.*\+kv_read=value"),
         ("w4a16+kv_read=fp4", "kv_read is 'fp4'.*'exact' or 'e4m3'"),
         ("w4a16+kv_read=none", "kv_read is None"),
+        ("w4a16+query=e4m3+query=none", "'query' is given twice; expected each field once"),
+        ("w4a16+query=e4m3+ query = e4m3", "'query' is given twice"),
     ):
         with pytest.raises(OpRefused, match=text):
             parse(wrong)
 
 
-@pytest.mark.parametrize("path", sorted(Path("backends").glob("*/*/backend.toml")), ids=lambda p: p.parent.name)
+def test_every_backend_has_a_manifest() -> None:
+    """Otherwise the test below would be about none, without a word."""
+    assert [path.parent.name for path in MANIFESTS] == [
+        *("m31_blackwell", "m31_cpu", "m31_hopper", "m31_mi355x", "m31_reference", "m31_rubin")
+    ]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.parent.name)
 def test_every_declared_arithmetic_has_a_twin(path: Path) -> None:
     """What a manifest declares parses, and the reference computes it: `test_logits_equal_naive` runs each by name."""
     declared = read_manifest(path).arithmetic

@@ -159,11 +159,11 @@ class ReferenceSession(Session):
                 self._notes.append(note)
             return torch.tensor([default], device=self.device)
         scale = part.load().float()
-        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        if not nvfp4.divisible(scale):
             raise NonFiniteWeight(
                 f"input_global_scale is {scale.flatten()[0]:g}",
                 where=f"tensor '{tensor.name}'",
-                expected="a positive finite number",
+                expected="a positive finite number whose reciprocal is finite",
             )
         return scale.to(self.device)
 
