@@ -155,5 +155,5 @@ def test_the_table_of_entry_points_and_manifests_agree() -> None:
     for name in project["entry-points"]["m31.backends"]:
         if name in (*GPU_BACKENDS, "reference"):
             assert shipped_manifest(name).name == name
-            assert shipped_manifest(name).requires == ">=0.1,<1"
-    assert API_VERSION == "0.1"
+            assert shipped_manifest(name).requires == ">=1.0,<2"
+    assert API_VERSION == "1.0"

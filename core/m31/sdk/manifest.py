@@ -126,9 +126,9 @@ class Manifest(_Strict):
         try:
             parsed = SpecifierSet(value)
         except InvalidSpecifier:
-            raise ValueError(f"'{value}' is not a version range such as '>=0.1,<1'") from None
+            raise ValueError(f"'{value}' is not a version range such as '>=1.0,<2'") from None
         if not len(parsed):
-            raise ValueError("an empty range accepts every future API; write one such as '>=0.1,<1'")
+            raise ValueError("an empty range accepts every future API; write one such as '>=1.0,<2'")
         return value
 
     @field_validator("arithmetic")
