@@ -110,7 +110,7 @@ class TritonSession(Session):
             run=self._attend(op.attrs["layer"], op.attrs["scale"], step, splits),
             arithmetic=Arithmetic("bfloat16*float32", "float32", "float32"),
             workspace_bytes=4 * workspace_size(step.tokens, kv_heads, dim, splits),
-            why=f"{splits} programs per token and KV head, {self._how}",
+            why=f"{splits} program{'s' * (splits > 1)} per token and KV head, {self._how}",
         )
 
     def _attend(self, layer: int, scale: float, step: StepClass, splits: int) -> RunKernel:
