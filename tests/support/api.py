@@ -2,8 +2,8 @@
 
     python -m tests.support.api > tests/unit/api-1.txt
 
-What is listed: every name in `__all__` of the public rooms, the modules of `m31.formats` that backends call, and the public
-members and fields of each class. A change of this text is a change of the contract: see docs/sdk.md, "Versions".
+What is listed: every name in `__all__` of the public rooms, the modules of `m31.formats` that backends call, and the
+public members and fields of each class. A change of this text is a change of the contract: see docs/sdk.md, "Versions".
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -177,12 +177,10 @@ class _Held:
         return {"weight": self}
 
 
-@dataclass
-class _Watched:
-    """A lazy tensor that gives copies in memory of their own, and knows whether that memory is still in use."""
+class _Like:
+    """Name, shape and dtype of a source."""
 
-    source: LazyTensor
-    given: list[weakref.ref[np.ndarray]] = field(default_factory=list)
+    source: LazyTensor | StoredPart
 
     @property
     def name(self) -> str:
@@ -198,6 +196,14 @@ class _Watched:
     def dtype(self) -> torch.dtype:
         """Of the source."""
         return self.source.dtype
+
+
+class _Watched(_Like):
+    """A lazy tensor that gives copies in memory of their own, and knows whether that memory is still in use."""
+
+    def __init__(self, source: LazyTensor) -> None:
+        self.source: LazyTensor = source
+        self._given: list[weakref.ref[np.ndarray]] = []
 
     @property
     def format(self) -> str:
@@ -215,40 +221,19 @@ class _Watched:
     def copy(self, value: torch.Tensor) -> torch.Tensor:
         """`value` in numpy memory: torch holds the array for as long as any tensor uses its storage."""
         memory = value.contiguous().reshape(-1).view(torch.uint8).numpy().copy()
-        self.given.append(weakref.ref(memory))
+        self._given.append(weakref.ref(memory))
         return torch.from_numpy(memory).view(value.dtype).reshape(value.shape)
 
     @property
     def alive(self) -> bool:
         """Whether any copy is still in use."""
-        return any(ref() is not None for ref in self.given)
+        return any(ref() is not None for ref in self._given)
 
 
-@dataclass(frozen=True)
-class _WatchedPart:
-    owner: _Watched
-    source: StoredPart
-
-    @property
-    def name(self) -> str:
-        """Of the source."""
-        return self.source.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the source."""
-        return self.source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the source."""
-        return self.source.dtype
-
-    @property
-    def path(self) -> object:
-        """Of the source."""
-        return self.source.path
+class _WatchedPart(_Like):
+    def __init__(self, owner: _Watched, source: StoredPart) -> None:
+        self._owner, self.source, self.path = owner, source, source.path
 
     def load(self) -> torch.Tensor:
         """A watched copy of the stored elements."""
-        return self.owner.copy(self.source.load())
+        return self._owner.copy(self.source.load())
