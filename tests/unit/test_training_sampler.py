@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -113,8 +114,11 @@ def test_whoever_comes_second_uses_what_the_first_made(
 
 
 @pytest.mark.parametrize("damage", ["byte", "short", "no ids", "index"])
-def test_a_damaged_cache_is_refused(tmp_path: Path, text: corpus.Corpus, files: dict[str, bytes], damage: str) -> None:
-    folder = tmp_path / f"tokens-{cache.open_cache(tmp_path, text, files).key}"
+def test_a_damaged_cache_is_refused(
+    tmp_path: Path, home: Path, text: corpus.Corpus, files: dict[str, bytes], tokens: TokenCache, damage: str
+) -> None:
+    folder = tmp_path / f"tokens-{tokens.key}"
+    shutil.copytree(home / "cache" / folder.name, folder)
     data = (folder / "ids.npy").read_bytes()
     if damage == "byte":
         (folder / "ids.npy").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -221,6 +225,19 @@ def test_an_epoch_is_every_token_once(tokens: TokenCache) -> None:
         assert (extra >= 0).all()
         assert extra.sum() == blocks * one.longest - ring < one.longest
     assert one.epochs(one.cycle) == pytest.approx(one.cycle * 2048 / ring)
+
+
+def test_recall_documents_take_no_text_away_and_batches_mix_files(tokens: TokenCache, writer: RecallWriter) -> None:
+    one = make(tokens, writer)
+    rows = [one.rows(step) for step in range(5 * one.cycle)]
+    blocks = [row.block for batch in rows for row in batch if row.block is not None]
+    assert sorted(set(blocks)) == list(range(max(blocks) + 1))
+    # A batch of eight rows is not two blocks in a row: it comes from many places.
+    short = [len({row.block for row in batch if row.block is not None}) for batch in rows if batch[0].length == 256]
+    assert sum(short) / len(short) > 6
+    assert [row.length for batch in rows[:29] for row in batch] != [
+        row.length for batch in rows[29:58] for row in batch
+    ]
 
 
 def test_recall_documents_never_repeat(tokens: TokenCache, writer: RecallWriter) -> None:
