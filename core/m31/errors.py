@@ -186,6 +186,10 @@ class TemplateError(M31Error):
     """The chat template is missing, fails, or does something that the sandbox forbids."""
 
 
+class CorpusError(M31Error):
+    """The text to train on is missing, too small, or its token cache is damaged."""
+
+
 class NonFiniteLogits(M31Error):
     """The model computed NaN or infinite logits; no token can be sampled from them."""
 
