@@ -98,7 +98,7 @@ def engine(kv: str, index: str, weights: dict[str, Held], context: int) -> Engin
     cache = session.kv_layout(spec).allocate(pages)
     serving = Serving("reference", session)
     compiler = Compiler(serving, graph, TEXT, whole(serving, lambda name: weights[name]))
-    made = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=2048)
+    made = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=2048, prefix_cache=False)
     at = torch.arange(context)
     page, offset = at // spec.page_tokens, at % spec.page_tokens
     for layer in range(LAYERS):
@@ -109,7 +109,9 @@ def engine(kv: str, index: str, weights: dict[str, Held], context: int) -> Engin
     sequence = Sequence(prompt=(7,) * context, params=params, seed=0, request=0, stop_ids=frozenset())
     made.add(sequence)
     made._admit()
-    sequence.computed = context - 1
+    assert sequence.table is not None
+    sequence.table.place(context - 1)
+    sequence.table.append(sequence.prompt[:-1])
     return made
 
 

@@ -166,6 +166,14 @@ class LayoutMismatch(M31Error):
     """Pages of another layout, or of none that this cache knows; nothing was imported."""
 
 
+class PageError(M31Error):
+    """A page of the KV cache was used against the rules of its life: a fault of the caller; nothing was changed."""
+
+
+class PagesExhausted(PageError):
+    """Fewer pages are free than a sequence needs; none was taken."""
+
+
 class RequestError(M31Error):
     """A generation request is malformed: an empty prompt, a parameter out of range, a token id out of range."""
 

@@ -205,7 +205,7 @@ def test_a_backend_s_own_cap_is_enforced_and_named(folder: Path, monkeypatch: py
     from m31_reference.session import ReferenceSession
 
     real = ReferenceSession.limits
-    monkeypatch.setattr(ReferenceSession, "limits", lambda self, model: replace(real(self, model), max_context=257))
+    monkeypatch.setattr(ReferenceSession, "limits", lambda self, *given: replace(real(self, *given), max_context=257))
     model = m31.load(folder, backend="reference")
     assert model.logits([5] * 257).shape[0] == 257
     with pytest.raises(ContextLimitExceeded, match="backend reference serves at most 257 tokens, asked for 258"):

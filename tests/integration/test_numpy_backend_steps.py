@@ -149,7 +149,9 @@ def compiled(session: Session, text: Text, values: Mapping[str, Any]) -> Compile
 def engine(session: Session, text: Text, values: Mapping[str, Any], chunk: int, form: Any = "float32") -> Engine:
     cache = session.kv_layout(KVSpec.of(text, form, form)).allocate(64)
     cache.poison(range(64))
-    return Engine(compiler=compiled(session, text, values), cache=cache, page_tokens=4, chunk_tokens=chunk)
+    return Engine(
+        compiler=compiled(session, text, values), cache=cache, page_tokens=4, chunk_tokens=chunk, prefix_cache=False
+    )
 
 
 def logits(made: Engine, prompts: list[list[int]]) -> list[np.ndarray]:

@@ -63,7 +63,13 @@ def engines(
     serving = Serving("reference", Composed(again.compiler.serving.session))  # type: ignore[arg-type]
     weights = whole(serving, lambda name: tiny.held(name, values[name]))  # type: ignore[arg-type, return-value]
     compiler = Compiler(serving, fused(again.compiler.graph), description, weights)
-    other = Engine(compiler=compiler, cache=again.cache, page_tokens=again.page_tokens, chunk_tokens=again.chunk_tokens)
+    other = Engine(
+        compiler=compiler,
+        cache=again.cache,
+        page_tokens=again.page_tokens,
+        chunk_tokens=again.chunk_tokens,
+        prefix_cache=False,
+    )
     return plain, other
 
 

@@ -18,7 +18,6 @@ import torch
 
 from m31.checkpoint import Checkpoint
 from m31.engine.compiler import Compiler, PreparedWeights
-from m31.engine.opening import stored_as
 from m31.graph import (
     Cut,
     Part,
@@ -34,7 +33,7 @@ from m31.graph import (
 )
 from m31.ops.collective import gathered, reduced
 from m31.parallel import Group, LocalGroup, TorchGroup
-from m31.sdk.backend import KVSpec
+from m31.sdk.backend import KVSpec, stored_as
 from m31.sdk.serving import Serving
 from m31_reference.session import ReferenceBackend
 

@@ -227,6 +227,7 @@ def engine(
     order: ScaleOrder = "linear",
     arithmetic: str = "exact",
     weight_cache_bytes: int | None = None,
+    prefix_cache: bool = False,
 ) -> Engine:
     """An engine over the reference backend, its pages poisoned. Pages are in the compute dtype unless told."""
     session = ReferenceBackend(None).open(  # type: ignore[arg-type]
@@ -245,7 +246,9 @@ def engine(
     compiler = Compiler(serving, graph, description, whole(serving, lambda name: held(name, values[name])))  # type: ignore[arg-type, return-value]
     for step in STEPS:  # as m31.load does: the weights are checked now
         compiler.bind(step)
-    return Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=chunk)
+    return Engine(
+        compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=chunk, prefix_cache=prefix_cache
+    )
 
 
 def handle_of(engine: Engine, name: str) -> Any:

@@ -17,7 +17,7 @@ from m31.sdk.inventory import Cpu, Device, Inventory
 from m31.sdk.manifest import Manifest, parse_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("m31", "m31_reference", "m31_hopper", "m31_blackwell", "m31_rubin", "m31_mi355x")
+PACKAGES = ("m31", "m31_reference", "m31_cpu", "m31_triton", "m31_hopper", "m31_blackwell", "m31_rubin", "m31_mi355x")
 GPU_BACKENDS = ("hopper", "blackwell", "rubin", "mi355x")
 
 GOOD_BACKEND = """
@@ -34,7 +34,7 @@ def manifest_text(name: str, /, **changes: Any) -> str:
     data: dict[str, Any] = {
         "name": name,
         "summary": "a test's backend",
-        "requires": ">=0.1,<1",
+        "requires": ">=1.0,<2",
         "score": 50,
         "conformance": "none",
         "ops": "all",

@@ -31,6 +31,7 @@ STORED = tiny.quantised(GRAPH, tiny.weights(GRAPH, seed=1))
 SCALES = tiny.input_scales(STORED)
 EXACT = sorted(name for name, spec in NAMED.items() if spec.exact)
 QUANTISING = sorted(set(NAMED) - set(EXACT))
+MANIFESTS = sorted((Path(__file__).resolve().parents[2] / "backends").glob("*/*/backend.toml"))
 STEP = StepClass(kind="mixed", q_len=0, tokens=8, seqs=2, rows=2, pages=16)
 
 
@@ -266,13 +267,18 @@ def test_a_plain_projection_of_a_quantised_checkpoint_has_plain_inputs() -> None
     """MODEL.md §3.7: some M3 builds keep index projections in BF16; their products are BF16 ones."""
     session = opened("w8a8-mxfp8")
     ops: dict[str, OpInstance] = {}
-    for call in GRAPH.calls:
+    mixed = trace(SMALL, stored=lambda name: "bfloat16" if ".index_" in name else "mxfp8")
+    for call in mixed.calls:
         if call.op.spec.name == "linear":
             name = call.op.weights.name  # type: ignore[union-attr]
             plain = ".index_" in name
             value = STORED[f"{name}.weight"]
             session.prepare(call.op, {"weight": tiny.held(name, value.value if plain else value)}, WHOLE)  # type: ignore[union-attr]
             ops[name] = call.op
+    assert session.notes == [
+        "4 projections are not stored in MXFP8: arithmetic 'w8a8-mxfp8' rounds their inputs to BF16",
+        *session.notes[1:],
+    ]
     for name, op in ops.items():
         kernel = session.kernel(op, STEP)
         assert isinstance(kernel, Kernel)
@@ -295,7 +301,7 @@ def experts_with(change: Any) -> ReferenceSession:
 
 
 def test_a_static_scale_must_be_usable() -> None:
-    for bad in (0.0, -1.0, float("inf"), float("nan")):
+    for bad in (0.0, -1.0, 1e-40, float("inf"), float("nan")):
         stored = {"input_global_scale": torch.tensor([bad])}
         with pytest.raises(NonFiniteWeight, match=r"experts\.4\.w2.*input_global_scale is .*a positive finite number"):
             experts_with(lambda t, s=stored: tiny.HeldQuantised(t.name, tiny.Quantised("nvfp4", t.quantised.value, s)))
@@ -371,12 +377,21 @@ def test_a_name_can_be_changed_field_by_field() -> None:
         ("w4a16+kv_read", r"'kv_read' has no value.*\+kv_read=value"),
         ("w4a16+kv_read=fp4", "kv_read is 'fp4'.*'exact' or 'e4m3'"),
         ("w4a16+kv_read=none", "kv_read is None"),
+        ("w4a16+query=e4m3+query=none", "'query' is given twice; expected each field once"),
+        ("w4a16+query=e4m3+ query = e4m3", "'query' is given twice"),
     ):
         with pytest.raises(OpRefused, match=text):
             parse(wrong)
 
 
-@pytest.mark.parametrize("path", sorted(Path("backends").glob("*/*/backend.toml")), ids=lambda p: p.parent.name)
+def test_every_backend_has_a_manifest() -> None:
+    """Otherwise the test below would be about none, without a word."""
+    assert [path.parent.name for path in MANIFESTS] == [
+        *("m31_blackwell", "m31_cpu", "m31_hopper", "m31_mi355x", "m31_reference", "m31_rubin", "m31_triton")
+    ]
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.parent.name)
 def test_every_declared_arithmetic_has_a_twin(path: Path) -> None:
     """What a manifest declares parses, and the reference computes it: `test_logits_equal_naive` runs each by name."""
     declared = read_manifest(path).arithmetic

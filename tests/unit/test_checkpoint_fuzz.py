@@ -6,7 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.support import fuzz
+from tests.support import fuzz, fuzz_scales
+from tests.support.quantised import bf16_config, write_bf16
 
 
 def test_pull_request_set(tmp_path: Path) -> None:
@@ -25,6 +26,15 @@ def test_nightly_set(tmp_path: Path) -> None:
     outcomes, failures = fuzz.run(0, 100_000, tmp_path, report=print)
     assert failures == []
     assert sum(outcomes.values()) == 100_000
+
+
+def test_calibration_files(tmp_path: Path) -> None:
+    """An error of ours that leaves nothing behind, or the scales that the file says, as float32 holds them."""
+    source = write_bf16(tmp_path / "source", bf16_config(), shard=10**9).folder
+    outcomes, failures = fuzz_scales.run(0, 60, source, tmp_path)
+    assert failures == []
+    assert outcomes["refused"] > 25
+    assert outcomes["written"] > 10
 
 
 def test_cases_are_the_same_everywhere() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -34,7 +35,15 @@ from m31.checkpoint import (
     expected,
     target_config,
 )
-from m31.errors import CheckpointError, ConfigError, MissingTensor, NonFiniteWeight, UnsupportedFeature, WrongDtype
+from m31.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingTensor,
+    NonFiniteWeight,
+    OpRefused,
+    UnsupportedFeature,
+    WrongDtype,
+)
 from m31.formats import mxfp8, nvfp4
 
 EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
@@ -160,6 +169,49 @@ def test_calibrated_input_scales(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=text):
             dict(encoded(described, [], input_scales=scales))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [1e-50, 1e-40, 2.9e-39, 3.5e38, 1e39, 10**400, -(10**400), 10**5000],
+    ids=lambda scale: f"{scale:g}" if isinstance(scale, float) else "digits",
+)
+def test_an_input_scale_that_float32_cannot_hold_or_divide_by_is_refused(scale: float) -> None:
+    """The file holds float32 and FC2 divides by it: 1e-50 would be stored as 0, 1e39 as infinity, 1 / 1e-40 is one."""
+    mapping = bf16_config()
+    _, described = target_config(mapping, config.parse(mapping, where="c"), "m31")
+    with pytest.raises(CheckpointError, match=rf"input_scales: the input scale of '{EXPERT}' is .*reciprocal"):
+        dict(encoded(described, [], input_scales={EXPERT: scale}))
+
+
+@pytest.mark.parametrize("scale", [True, "1", None, [1.0], torch.tensor(1.0)])
+def test_an_input_scale_that_is_no_number_is_refused(scale: Any) -> None:
+    mapping = bf16_config()
+    _, described = target_config(mapping, config.parse(mapping, where="c"), "m31")
+    with pytest.raises(CheckpointError, match=rf"the input scale of '{EXPERT}' is .*; expected a finite number"):
+        dict(encoded(described, [], input_scales={EXPERT: scale}))
+
+
+@pytest.mark.parametrize(("limit", "beta"), [(1e-40, 1.0), (1e30, 1.0), (1e-300, 0.0), (1e300, 1.0)])
+def test_a_default_input_scale_that_float32_cannot_hold_is_refused(limit: float, beta: float) -> None:
+    """Without calibration the rule of the activation decides; an absurd limit must not become an infinite scale."""
+    text = config.parse(bf16_config(), where="c").text
+    activation = dataclasses.replace(text.activation, limit=limit, beta=beta)
+    with pytest.raises(OpRefused, match=r"no default input scale .* limit .* and beta .*use calibrated scales"):
+        default_input_scale(dataclasses.replace(text, activation=activation), EXPERT)
+
+
+@pytest.mark.parametrize("part", ["global_scale", "input_global_scale"])
+def test_a_stored_scale_whose_reciprocal_is_infinite_is_refused(tmp_path: Path, part: str) -> None:
+    source = write_quantised(tmp_path / "s", bf16_config(), "m31", shard=10**9)
+    tensors = stored_tensors(source)
+    stored = EXPERT.removesuffix("weight") + ("weight_" * (part == "global_scale")) + part
+    tensors[stored].fill_(1e-40)
+    for path in source.folder.glob("*.safetensors*"):
+        path.unlink()
+    save(source.folder / "model.safetensors", tensors)
+    with pytest.raises(NonFiniteWeight, match=rf"'{stored}' holds 9\.999\d*e-41; .*whose reciprocal is finite"):
+        Checkpoint.open(source.folder).tensor(EXPERT).parts()[part].load()
 
 
 def test_weights_that_cannot_be_encoded_are_named() -> None:

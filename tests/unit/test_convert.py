@@ -29,6 +29,10 @@ from m31.cli.main import main
 from m31.config import parse
 from m31.errors import CheckpointError, ConfigError, NonFiniteWeight, UnsupportedFeature
 
+OTHER_JOB = (
+    r"unfinished conversion there belongs to another job: source, format, input scales \(--input-scales\), joint gate "
+    r"and up \(--joint-gate-up\), shard size or version of m31 differ; .*delete that folder, or choose another"
+)
 EXPERT = "model.layers.2.block_sparse_moe.experts.1.w2.weight"
 
 
@@ -96,66 +100,6 @@ def test_equal_formats_are_copied_and_others_rounded_once(flash: Checkpoint, tmp
     attention = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(mx.stored(attention).load().view(torch.uint8), flash.stored(attention).load().view(torch.uint8))
     assert mx.tensor(EXPERT).format == "mxfp8"
-
-
-def test_calibrated_scales_are_carried_over_or_replaced(flash: Checkpoint, bf16: Path, tmp_path: Path) -> None:
-    first = run(bf16, tmp_path / "a", "m31", input_scales={EXPERT: 12.5})
-    kept = run(first.folder, tmp_path / "b", "m31")
-    replaced = run(first.folder, tmp_path / "c", "m31", input_scales={EXPERT: 3.0})
-    scales = []
-    for checkpoint in (flash, first, kept, replaced):
-        tensor = checkpoint.tensor(EXPERT)
-        assert isinstance(tensor, QuantizedTensor)
-        scales.append(float(tensor.parts()["input_global_scale"].load()))
-    assert scales == [48.0, 12.5, 12.5, 3.0]
-    with pytest.raises(CheckpointError, match=r"an input scale is given for 'model.norm.weight'"):
-        run(bf16, tmp_path / "d", "m31", input_scales={"model.norm.weight": 1.0})
-
-
-def global_scale(checkpoint: Checkpoint, name: str) -> float:
-    tensor = checkpoint.tensor(name)
-    assert isinstance(tensor, QuantizedTensor)
-    return float(tensor.parts()["global_scale"].load())
-
-
-def test_gate_and_up_share_a_global_scale_on_request(flash: Checkpoint, bf16: Path, tmp_path: Path) -> None:
-    """Some kernels take one scale per expert (MODEL.md §3.2): the larger matrix decides."""
-    joint = run(bf16, tmp_path / "a", "m31", joint_gate_up=True)
-    experts = [name for name in joint.names if ".experts." in name]
-    assert experts
-    for name in experts:
-        own = global_scale(flash, name)
-        if name.endswith(".w2.weight"):
-            assert global_scale(joint, name) == own
-            continue
-        gate, up = (name.rsplit(".", 2)[0] + f".{m}.weight" for m in ("w1", "w3"))
-        assert global_scale(joint, name) == min(global_scale(flash, gate), global_scale(flash, up))
-    assert any(global_scale(joint, name) != global_scale(flash, name) for name in experts)
-    for source, target in ((joint.folder, "m31"), (bf16, "bf16"), (bf16, "m3-mxfp8")):
-        with pytest.raises(CheckpointError, match="no expert is quantised to NVFP4 here"):
-            run(source, tmp_path / "b", target, joint_gate_up=True)
-
-
-def test_the_calibration_file(bf16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "scales.json"
-    file.write_text(json.dumps({EXPERT: 12.5}))
-    command = ["convert", str(bf16), str(tmp_path / "x"), "--format", "m31", "--input-scales", str(file)]
-    assert main(command) == 0
-    tensor = Checkpoint.open(tmp_path / "x").tensor(EXPERT)
-    assert isinstance(tensor, QuantizedTensor)
-    assert float(tensor.parts()["input_global_scale"].load()) == 12.5
-    for content, message in (
-        ("{", "JSON"),
-        ('{"a": 1, "a": 2}', "'a'"),
-        (f'{{"{EXPERT}": "1"}}', "'1'; expected a number"),
-        (f'{{"{EXPERT}": 0}}', "is 0; expected a finite number above zero"),
-        ('{"model.norm.weight": 1}', "given for 'model.norm.weight'"),
-    ):
-        file.write_text(content)
-        assert main([*command[:2], str(tmp_path / "y"), *command[3:]]) == 1
-        assert message in capsys.readouterr().err
-    assert main([*command[:2], str(tmp_path / "y"), *command[3:-1], str(tmp_path / "absent")]) == 1
-    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_modelopt_converts_to_the_official_dialect(tmp_path: Path) -> None:
@@ -346,7 +290,7 @@ class Stop(Exception):
     """Stands for any interruption."""
 
 
-def interrupted(source: Path, goal: Path, target: Any, after: int) -> Path:
+def interrupted(source: Path, goal: Path, target: Any, after: int, **options: Any) -> Path:
     """Stop in the shard after `after` finished ones; the work folder."""
     work = goal.parent / f".{goal.name}.m31-convert"
 
@@ -355,7 +299,7 @@ def interrupted(source: Path, goal: Path, target: Any, after: int) -> Path:
             raise Stop
 
     with pytest.raises(Stop):
-        run(source, goal, target, progress=progress)
+        run(source, goal, target, progress=progress, **options)
     assert not goal.exists()
     return work
 
@@ -421,7 +365,7 @@ def test_companions_are_those_of_the_last_run(tmp_path: Path, monkeypatch: pytes
 def test_leftovers_of_another_job_are_neither_used_nor_deleted(bf16: Path, tmp_path: Path) -> None:
     work = interrupted(bf16, tmp_path / "x", "m31", 2)
     kept = sorted(path.name for path in work.iterdir())
-    with pytest.raises(CheckpointError, match="unfinished conversion there belongs to another source, format or"):
+    with pytest.raises(CheckpointError, match=OTHER_JOB):
         run(bf16, tmp_path / "x", "bf16")
     (work / STATE).write_text("{")
     with pytest.raises(CheckpointError, match=r"is unusable .*delete that folder, or choose another destination"):

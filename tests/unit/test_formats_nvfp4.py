@@ -291,6 +291,7 @@ def test_refusals() -> None:
         (torch.tensor([math.inf]), "global scale is inf"),
         (torch.tensor([math.nan]), "global scale is nan"),
         (torch.tensor([-1.0]), r"global scale is -1.0"),
+        (torch.tensor([1e-40]), r"is 9\.999\d*e-41; expected a finite number > 0 whose reciprocal is finite"),
         (torch.ones(2), r"global scale is torch.float32 of shape \[2\]; expected one float32"),
         (torch.ones(1, dtype=torch.float64), r"global scale is torch.float64 of shape \[1\]"),
     ):
@@ -298,7 +299,7 @@ def test_refusals() -> None:
             nvfp4.encode(torch.zeros(2, 32), scale)
         with pytest.raises(OpRefused, match=message):
             nvfp4.encode_static(torch.zeros(2, 32), scale)
-    with pytest.raises(OpRefused, match="decode scale: global scale is inf"):
+    with pytest.raises(OpRefused, match=r"decode scale: global scale is 1.4.*e-45"):
         nvfp4.from_decode_scale(torch.tensor(2.0**-149))
     with pytest.raises(OpRefused, match=r"codes are torch.int32, scales torch.float8_e4m3fn; expected torch.uint8"):
         nvfp4.decode(torch.zeros(2, 16, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.float8_e4m3fn), torch.ones(1))

@@ -84,6 +84,65 @@ def test_formats_and_draft_head(ckpt: Path) -> None:
     assert data["quantization"]["index"] == {"mxfp8": 6}
 
 
+def test_format_of_every_kind_of_module(ckpt: Path) -> None:
+    """Of q_proj as of experts and norms, one line of JSON each; the text names them by group and format."""
+    stem, moe, dense = "model.layers.*.self_attn", "model.layers.*.block_sparse_moe", "model.layers.*.mlp"
+    found = inspect(ckpt)
+    assert found.modules == {
+        "routed_experts": {f"{moe}.experts.*.{name}": {"nvfp4": EXPERTS} for name in ("w1", "w3", "w2")},
+        "attention": {f"{stem}.{name}_proj": {"mxfp8": 3} for name in ("q", "k", "v", "o")},
+        "index": {f"{stem}.index_{name}_proj": {"mxfp8": 3} for name in ("q", "k")},
+        "dense_mlp": {f"{dense}.{name}_proj": {"mxfp8": 2} for name in ("gate", "up", "down")},
+        "shared_experts": {f"{moe}.shared_experts.{name}_proj": {"mxfp8": 1} for name in ("gate", "up", "down")},
+        "embeddings": {"model.embed_tokens": {"BF16": 1}, "lm_head": {"BF16": 1}},
+        "router": {f"{moe}.{name}": {"F32": 1} for name in ("gate", "e_score_correction_bias")},
+        "norms": {
+            "model.layers.*.input_layernorm": {"BF16": 3},
+            **{f"{stem}.{name}_norm": {"BF16": 3} for name in ("q", "k", "index_q", "index_k")},
+            "model.layers.*.post_attention_layernorm": {"BF16": 3},
+            "model.norm": {"BF16": 1},
+        },
+    }
+    assert found.draft is not None
+    assert found.draft.modules["attention"]["dspark.layers.*.decoder_layer.self_attn.q_proj"] == {"mxfp8": 2}
+    assert json.loads(json.dumps(found.to_dict()))["modules"] == found.modules
+    lines = render(found).splitlines()
+    for line in (
+        "  routed_experts  nvfp4: w1, w3, w2",
+        "  attention       mxfp8: q_proj, k_proj, v_proj, o_proj",
+        "  dense_mlp       mxfp8: gate_proj, up_proj, down_proj",
+        "  embeddings      BF16: embed_tokens, lm_head",
+        "  router          F32: gate, e_score_correction_bias",
+        "  norms           BF16: input_layernorm, q_norm, k_norm, index_q_norm, index_k_norm, "
+        "post_attention_layernorm, norm",
+    ):
+        assert line in lines
+
+
+def test_formats_that_differ_from_layer_to_layer_are_counted(ckpt: Path) -> None:
+    """Published builds keep some index projections in BF16 (MODEL.md §3.7)."""
+    tensors = stored_tensors(Checkpoint.open(ckpt))
+    name = "model.layers.1.self_attn.index_q_proj.weight"
+    tensors[name] = mxfp8.decode(tensors[name], tensors.pop(f"{name}_scale_inv")).bfloat16()
+    save(ckpt / "model.safetensors", tensors)
+    found = inspect(ckpt)
+    assert found.modules["index"]["model.layers.*.self_attn.index_q_proj"] == {"BF16": 1, "mxfp8": 2}
+    lines = render(found).splitlines()
+    assert "  index           BF16: index_q_proj (1 of 3)" in lines
+    assert "                  mxfp8: index_q_proj (2 of 3), index_k_proj" in lines
+
+
+def test_modules_of_the_vision_tower(tmp_path: Path) -> None:
+    found = inspect(write_quantised(tmp_path / "x", bf16_config(vision=True), "m31").folder)
+    tower = "vision_tower.vision_model"
+    assert found.modules["vision"][f"{tower}.encoder.layers.*.self_attn.q_proj"] == {"BF16": 1}
+    assert not [name for kinds in found.modules.values() for name in kinds if name.endswith((".weight", ".bias"))]
+    assert (
+        "  projector       BF16: multi_modal_projector.linear_1, multi_modal_projector.linear_2, "
+        "patch_merge_mlp.linear_1, patch_merge_mlp.linear_2"
+    ) in render(found).splitlines()
+
+
 def test_unusable_draft_is_a_finding(ckpt: Path) -> None:
     (ckpt / "dspark" / "config.json").write_text(json.dumps(draft_config(vocab_size=65)))
     found = inspect(ckpt)

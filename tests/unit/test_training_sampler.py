@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -91,7 +93,7 @@ def test_an_interrupted_write_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache, "write_file", full_disk)
-    with pytest.raises(CorpusError, match="cannot be written .No space left on device.; choose another folder"):
+    with pytest.raises(CorpusError, match=r"cannot be written \(No space left on device\); choose another folder"):
         cache.open_cache(tmp_path, text, files)
     assert list(tmp_path.iterdir()) == []
 
@@ -112,8 +114,11 @@ def test_whoever_comes_second_uses_what_the_first_made(
 
 
 @pytest.mark.parametrize("damage", ["byte", "short", "no ids", "index"])
-def test_a_damaged_cache_is_refused(tmp_path: Path, text: corpus.Corpus, files: dict[str, bytes], damage: str) -> None:
-    folder = tmp_path / f"tokens-{cache.open_cache(tmp_path, text, files).key}"
+def test_a_damaged_cache_is_refused(
+    tmp_path: Path, home: Path, text: corpus.Corpus, files: dict[str, bytes], tokens: TokenCache, damage: str
+) -> None:
+    folder = tmp_path / f"tokens-{tokens.key}"
+    shutil.copytree(home / "cache" / folder.name, folder)
     data = (folder / "ids.npy").read_bytes()
     if damage == "byte":
         (folder / "ids.npy").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -187,14 +192,14 @@ def test_rows_are_pieces_of_train_files_or_recall_documents(tokens: TokenCache, 
     one = make(tokens, writer)
     streams = [tokens.ids[e.start : e.stop].tobytes() for e in tokens.split("train")]
     held_out = [tokens.ids[e.start : e.stop] for split in ("validation", "test") for e in tokens.split(split)]
-    windows = {a[i : i + 40].tobytes() for a in held_out for i in range(0, len(a) - 40)}
+    windows = {a[i : i + 40].tobytes() for a in held_out for i in range(len(a) - 40)}
     for step in range(one.cycle):
         for row, ids in zip(one.rows(step), one.batch(step)[0].numpy().astype(np.uint16), strict=True):
             if row.recall is not None:
                 assert tuple(ids) == writer.document(row.recall, row.length + 1).ids[:-1]
                 continue
             cuts = [0, *(np.flatnonzero(ids == tokens.bos)), row.length]
-            for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+            for start, stop in itertools.pairwise(cuts):
                 assert any(ids[start:stop].tobytes() in stream for stream in streams)
             # Files share headers; no long stretch of a held-out file is trained on.
             assert sum(ids[i : i + 40].tobytes() in windows for i in range(0, row.length - 40, 40)) <= 1
@@ -207,13 +212,11 @@ def test_an_epoch_is_every_token_once(tokens: TokenCache) -> None:
     ring = sum(entry.stop - entry.start for entry in train)
     blocks = -(-ring // one.longest)
     rows: dict[tuple[int, int], np.ndarray] = {}
-    step = 0
-    while len({block for block, _ in rows}) < 2 * blocks + one.cycle * 2 and step < 6 * one.cycle:
+    for step in range(2 * blocks * one.longest // 2048 + 2 * one.cycle):
         for row, ids in zip(one.rows(step), one.batch(step)[0].numpy(), strict=True):
             assert row.block is not None
             assert (row.block, row.part) not in rows
             rows[row.block, row.part] = ids
-        step += 1
     expected = np.bincount(np.concatenate([tokens.ids[e.start : e.stop] for e in train]), minlength=700)
     for epoch in range(2):
         members = [ids for (block, _), ids in rows.items() if block // blocks == epoch]
@@ -222,6 +225,19 @@ def test_an_epoch_is_every_token_once(tokens: TokenCache) -> None:
         assert (extra >= 0).all()
         assert extra.sum() == blocks * one.longest - ring < one.longest
     assert one.epochs(one.cycle) == pytest.approx(one.cycle * 2048 / ring)
+
+
+def test_recall_documents_take_no_text_away_and_batches_mix_files(tokens: TokenCache, writer: RecallWriter) -> None:
+    one = make(tokens, writer)
+    rows = [one.rows(step) for step in range(5 * one.cycle)]
+    blocks = [row.block for batch in rows for row in batch if row.block is not None]
+    assert sorted(set(blocks)) == list(range(max(blocks) + 1))
+    # A batch of eight rows is not two blocks in a row: it comes from many places.
+    short = [len({row.block for row in batch if row.block is not None}) for batch in rows if batch[0].length == 256]
+    assert sum(short) / len(short) > 6
+    assert [row.length for batch in rows[:29] for row in batch] != [
+        row.length for batch in rows[29:58] for row in batch
+    ]
 
 
 def test_recall_documents_never_repeat(tokens: TokenCache, writer: RecallWriter) -> None:

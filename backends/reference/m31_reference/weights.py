@@ -99,6 +99,11 @@ class DecodedCache:
         self.hits = self.misses = 0
         self._held: OrderedDict[int, tuple[LazyTensor, Tensor]] = OrderedDict()
 
+    @property
+    def room(self) -> int:
+        """Bytes that it may still take."""
+        return self.limit_bytes - self.held_bytes
+
     def get(self, source: LazyTensor, decode: Callable[[LazyTensor], Tensor]) -> Tensor:
         """The decoded tensor of `source`."""
         key = id(source)  # the entry keeps its source alive, so that no other object can get its id
@@ -171,9 +176,9 @@ class Weights:
         """See `WeightHandle.losses`. Measured when asked for: it decodes every tensor that was transformed."""
         return {name: worst([tensor.loss() for tensor in changed]) for name, changed in self.transformed.items()}
 
-    def dequantise(self) -> dict[str, Tensor]:
-        """See `WeightHandle.dequantise`: exactly the values that the kernels multiply with."""
-        return dict(self.tensors)
+    def dequantise(self) -> Mapping[str, Tensor]:
+        """See `WeightHandle.dequantise`: exactly the values that the kernels multiply with, decoded on access."""
+        return self.tensors
 
 
 def require_finite(value: Tensor, name: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from m31.checkpoint.draft import FOLDER
-from m31.checkpoint.encoding import Unit, check_input_scales, default_input_scale, encode, units
+from m31.checkpoint.encoding import Unit, check_input_scales, default_input_scales, encode, units
 from m31.checkpoint.folder import INDEX_NAME, is_partial, listed
 from m31.checkpoint.inventory import ITEMSIZE, expected, numel
 from m31.checkpoint.layout import ShardLayout, plan_shards
@@ -53,6 +53,7 @@ def convert(
     max_shard_bytes: int,
     input_scales: Mapping[str, float],
     joint_gate_up: bool = False,
+    input_scales_from: str = "input_scales",
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
@@ -70,6 +71,7 @@ def convert(
             are carried over; otherwise see `m31.checkpoint.encoding.default_input_scale`.
         joint_gate_up: for `m31`: one global scale for gate and up (w1 and w3) of an expert, as some kernels need. By
             default each matrix has its own, which quantises the smaller one finer.
+        input_scales_from: where `input_scales` come from, for messages, such as the name of a file.
         progress: called after every piece.
         note: called, before the work begins, with each sentence that a person should read: oddities of the source
             (`Checkpoint.notes`), and what the destination will lack.
@@ -80,6 +82,7 @@ def convert(
     Raises:
         DestinationBusy: another process writes this destination.
         NonFiniteWeight: a weight is NaN or infinite; named with its index.
+        OpRefused: neither is calibration given nor do the activation's limits allow a default.
         CheckpointError, ConfigError: the source is not valid, the destination is not empty, lies inside the source or
             has too little space, or an unfinished conversion there is of another job.
     """
@@ -91,21 +94,23 @@ def convert(
         raise CheckpointError("lies inside the source", where=str(goal), fix="choose a destination outside of it")
     mapping, model = target_config(read_object(folder / "config.json"), checkpoint.config, target)
     plan = {unit.name: unit for unit in units(expected(model))}
-    check_input_scales(plan, input_scales)
+    calibrated = check_input_scales(plan, input_scales, where=input_scales_from)
+    fresh = (unit for unit in plan.values() if checkpoint.tensor(unit.name).format != unit.format)
+    defaults = default_input_scales(model.text, fresh, calibrated)
     if joint_gate_up:
         _check_joint(checkpoint, plan)
     official = model.architecture == VISION_LANGUAGE
     shards = plan_shards(plan.values(), max_shard_bytes=max_shard_bytes, official=official)
     extras = _extras(checkpoint)
     if note is not None:
-        for text in _remarks(checkpoint, extras):
+        for text in (*_remarks(checkpoint, extras), *_uncalibrated(plan, defaults)):
             note(text)
     job = fingerprint(
         {
             "source": str(folder.resolve()),
             "shards": [[f.path.name, f.size, f.path.stat().st_mtime_ns] for f in checkpoint.files],
             "config": mapping,
-            "input_scales": dict(input_scales),
+            "input_scales": calibrated,
             "max_shard_bytes": max_shard_bytes,
             "joint_gate_up": joint_gate_up,
         }
@@ -118,7 +123,7 @@ def convert(
             work = WorkFolder(goal, job, reusable={shard.file for shard in shards})
             try:
                 _check_space(work, shards, extras)
-                _fill(work, checkpoint, shards, input_scales, joint_gate_up, progress)
+                _fill(work, checkpoint, shards, calibrated | defaults, joint_gate_up, progress)
                 _companions(work, extras, shards, mapping)
                 # What could not be read back must not be published. Companions may have changed since they were listed.
                 _ = Checkpoint.open(work.path).draft
@@ -194,6 +199,18 @@ def _remarks(checkpoint: Checkpoint, extras: Mapping[str, Path]) -> Iterator[str
         yield f"not carried over: {listed(behind)}"
 
 
+def _uncalibrated(plan: Mapping[str, Unit], defaults: Mapping[str, float]) -> Iterator[str]:
+    """A sentence about input scales that follow from the activation alone. Those of w1 and w3 are used by nobody."""
+    every = [name for name, unit in plan.items() if unit.format == "nvfp4" and name.endswith(".w2.weight")]
+    missing = [name for name in every if name in defaults]
+    if missing:
+        yield (
+            f"input_global_scale of the experts' second matrix (w2) is not calibrated for {len(missing):,} of "
+            f"{len(every):,}: 2688 / ((limit + |beta|) * limit) = {defaults[missing[0]]:g} is written, under which "
+            "nothing saturates; --input-scales FILE takes calibrated ones"
+        )
+
+
 def _check_space(work: WorkFolder, shards: tuple[ShardLayout, ...], extras: Mapping[str, Path]) -> None:
     need = sum(shard.size for shard in shards if shard.file not in work.done)
     need += sum(path.stat().st_size for path in extras.values())
@@ -262,11 +279,10 @@ def _write_shard(
     meter.add(len(shard.header), shard.file)
     for unit in shard.units:
         rows = {name: numel(decl.shape[1:]) * ITEMSIZE[decl.dtypes[0]] for _, name, decl in unit.parts}
-        fallback = default_input_scale(checkpoint.config.text, unit.name)
         source = checkpoint.tensor(unit.name)
         other = _gate_up_partner(unit.name) if joint else None
         partner = None if other is None else checkpoint.tensor(other)
-        for piece in encode(unit, source, input_scales.get(unit.name), fallback=fallback, partner=partner):
+        for piece in encode(unit, source, input_scales.get(unit.name), partner=partner):
             raw = piece.value.contiguous().reshape(-1).view(torch.uint8)
             _pwrite(handle, raw.numpy().data, shard.offsets[piece.name] + piece.row * rows[piece.name])
             meter.add(raw.numel(), unit.name)
@@ -282,13 +298,22 @@ def _gate_up_partner(name: str) -> str | None:
 def _check_joint(checkpoint: Checkpoint, plan: Mapping[str, Unit]) -> None:
     """Refuse a wish for joint scales where experts are not quantised here."""
     experts = [unit for unit in plan.values() if _gate_up_partner(unit.name)]
-    if not experts or experts[0].format != "nvfp4" or checkpoint.tensor(experts[0].name).format == "nvfp4":
-        raise CheckpointError(
-            "one global scale for gate and up is asked for, and no expert is quantised to NVFP4 here",
-            where=str(checkpoint.folder),
-            expected="the target format m31, and a source whose experts are not NVFP4 yet",
-            fix="leave the wish out: NVFP4 experts are copied as they are",
-        )
+    if not experts:
+        why, fix = "this model has no routed experts", "leave --joint-gate-up out"
+    elif experts[0].format != "nvfp4":
+        why = f"the target format stores experts as {experts[0].format}"
+        fix = "leave --joint-gate-up out, or give --format m31"
+    elif checkpoint.tensor(experts[0].name).format == "nvfp4":
+        why = "the source's are NVFP4 already and are copied as they are"
+        fix = "leave --joint-gate-up out, or convert from the BF16 or MXFP8 folder that the source was made of"
+    else:
+        return
+    raise CheckpointError(
+        f"one global scale for gate and up is asked for, and no expert is quantised to NVFP4 here: {why}",
+        where=str(checkpoint.folder),
+        expected="the target format m31, and a source whose experts are not NVFP4 yet",
+        fix=fix,
+    )
 
 
 def _pwrite(handle: int, data: bytes | memoryview, offset: int) -> None:

@@ -6,8 +6,11 @@ are taken over unchanged, so that nothing is rounded twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import difflib
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from m31.checkpoint.inventory import TensorDecl, expected, numel
@@ -77,6 +80,9 @@ def default_input_scale(text: Text, name: str) -> float:
 
     w2: `nvfp4.default_input_scale`, under which no activation can saturate.
     w1 and w3: 1.0. Their input is scaled per token, so that the stored number is unused (MODEL.md §3.2).
+
+    Raises:
+        OpRefused: the activation's limits are such that float32 cannot hold the number, or not divide by it.
     """
     if not name.endswith(".w2.weight"):
         return 1.0
@@ -85,12 +91,16 @@ def default_input_scale(text: Text, name: str) -> float:
     return nvfp4.default_input_scale(text.activation.limit, text.activation.beta)
 
 
+def default_input_scales(text: Text, written: Iterable[Unit], known: Container[str]) -> dict[str, float]:
+    """`default_input_scale` of the NVFP4 weights among `written` whose scale is not `known`, by logical name."""
+    return {u.name: default_input_scale(text, u.name) for u in written if u.format == "nvfp4" and u.name not in known}
+
+
 def encode(
     unit: Unit,
     source: LogicalTensor | Held,
     input_scale: float | None,
     *,
-    fallback: float,
     partner: LogicalTensor | Held | None = None,
 ) -> Iterator[Piece]:
     """The stored tensors of one weight, as consecutive pieces of rows.
@@ -98,8 +108,8 @@ def encode(
     Args:
         unit: what to write.
         source: the weight, of the unit's shape.
-        input_scale: calibrated encode scale of the activation that meets an NVFP4 unit; None keeps the source's.
-        fallback: its value where the source has none either.
+        input_scale: encode scale of the activation that meets an NVFP4 unit; None keeps the source's, which only an
+            NVFP4 source has.
         partner: a weight that shall get the same global scale, for an NVFP4 unit that is quantised here.
 
     Raises:
@@ -112,7 +122,8 @@ def encode(
     elif unit.format == "mxfp8":
         yield from _mxfp8(unit, source)
     else:
-        yield from _nvfp4(unit, source, fallback if input_scale is None else input_scale, partner)
+        assert input_scale is not None, f"'{unit.name}' is quantised here and has no input scale"
+        yield from _nvfp4(unit, source, input_scale, partner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +282,14 @@ def encoded(
 
     Raises:
         UnexpectedTensor, DuplicateTensor, WrongShape, WrongDtype, NonFiniteWeight: a tensor that cannot be written.
-        CheckpointError: an input scale that is not a finite number above zero or belongs to no NVFP4 weight.
+        CheckpointError: an input scale that float32 cannot hold or divide by, or that belongs to no NVFP4 weight.
+        OpRefused: no input scale is given, and the activation's limits allow no default (`default_input_scale`).
     """
     import torch
 
     plan = {unit.name: unit for unit in units(expected(config))}
-    check_input_scales(plan, input_scales)
+    input_scales = check_input_scales(plan, input_scales)
+    input_scales |= default_input_scales(config.text, plan.values(), input_scales)
     done: set[str] = set()
     for name, tensor in tensors:
         unit = plan.get(name)
@@ -290,22 +303,78 @@ def encoded(
             raise WrongDtype(f"'{name}' is {stored_dtype(tensor.dtype)}", expected="BF16 or F32")
         done.add(name)
         pieces: dict[str, list[torch.Tensor]] = {}
-        held, fallback = Held(name, tensor.detach().cpu()), default_input_scale(config.text, name)
-        for piece in encode(unit, held, input_scales.get(name), fallback=fallback):
+        for piece in encode(unit, Held(name, tensor.detach().cpu()), input_scales.get(name)):
             pieces.setdefault(piece.name, []).append(piece.value)
         for stored, values in pieces.items():
             yield stored, torch.cat(values) if len(values) > 1 else values[0]
 
 
-def check_input_scales(plan: Mapping[str, Unit], input_scales: Mapping[str, float]) -> None:
+def _float32(scale: object) -> float | None:
+    """What a float32 holds of a number, infinity included; None for what is no number."""
+    import torch
+
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        return None
+    try:
+        return float(torch.tensor([float(scale)], dtype=torch.float64).float())
+    except OverflowError:  # an integer beyond float64
+        return math.inf if scale > 0 else -math.inf  # type: ignore[operator]  # typeshed gives Real no order
+
+
+def check_input_scales(
+    plan: Mapping[str, Unit], input_scales: Mapping[str, float], *, where: str = "input_scales"
+) -> dict[str, float]:
     """Refuse calibration that is not usable, before anything is written.
 
+    Args:
+        plan: what will be written, by logical name.
+        input_scales: see `encoded`.
+        where: what they come from, for messages.
+
+    Returns:
+        The scales as float32 holds them.
+
     Raises:
-        CheckpointError: a scale that is not a finite number above zero, or a name that is no NVFP4 weight.
+        CheckpointError: a scale that float32 cannot hold or divide by, or a name that is no NVFP4 weight.
     """
+    import torch
+
+    from m31.formats import nvfp4
+
+    usable: dict[str, float] = {}
     for name, scale in input_scales.items():
         unit = plan.get(name)
         if unit is None or unit.format != "nvfp4":
-            raise CheckpointError(f"an input scale is given for '{name}'", expected="logical names of NVFP4 weights")
-        if not 0 < scale < float("inf"):
-            raise CheckpointError(f"the input scale of '{name}' is {scale}", expected="a finite number above zero")
+            raise _no_scale(name, plan, where)
+        stored = _float32(scale)
+        if stored is None or not nvfp4.divisible(torch.tensor([stored])):
+            raise CheckpointError(
+                f"the input scale of '{name}' is {_told(scale, stored)}",
+                where=where,
+                expected="a finite number above zero that float32 can hold, and whose reciprocal it can hold",
+            )
+        usable[name] = stored
+    return usable
+
+
+def _no_scale(name: str, plan: Mapping[str, Unit], where: str) -> CheckpointError:
+    """An input scale is given for something that has none."""
+    known = [unit.name for unit in plan.values() if unit.format == "nvfp4"]
+    if known:
+        # Official prefixes and names of parts contain the logical name; a search for similar ones takes seconds.
+        near = [n for n in known if n.removesuffix("weight") in name] or difflib.get_close_matches(name, known, n=1)
+        expected = f"logical names of NVFP4 weights, such as '{known[0]}'"
+        fix = f"did you mean '{near[0]}'?" if near else None
+    else:
+        expected = "none: no weight is written in NVFP4, and only those have one"
+        fix = "leave the scales (--input-scales) out, or write a model with experts as m31 (--format m31)"
+    return CheckpointError(f"an input scale is given for '{name:.200}'", where=where, expected=expected, fix=fix)
+
+
+def _told(scale: object, stored: float | None) -> str:
+    """A scale that is refused, for a message, and what float32 makes of it where that differs."""
+    if stored is None:
+        return repr(scale)[:80]
+    if isinstance(scale, int) and math.isinf(stored):
+        return f"an integer of many digits, as float32 {stored}"
+    return f"{scale}" + (f", as float32 {stored}" if stored in (0, math.inf, -math.inf) and stored != scale else "")

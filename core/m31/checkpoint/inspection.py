@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ class DraftHead:
     tensors: int
     stored_bytes: int
     quantization: Mapping[str, Mapping[str, int]]
+    modules: Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Inspection:
         layers: layer kinds in one line.
         weights: `plain`, or the formats of linears and experts, and whose dialect.
         quantization: group -> format -> number of weights; `plain` stands for BF16 and F32.
+        modules: group -> kind of module -> format -> number of weights. A kind is a canonical name in which `*` stands
+            for the numbers of layers and experts; of plain weights the format is the stored dtype. Biases aside.
         draft: the draft head, None where there is none or it is unusable (which is then among `suspicious`).
         dtypes: stored dtype -> number of tensors; a slice of a stacked tensor counts as one.
         logical, active, active_with_head: parameters, as `m31.checkpoint.counts` defines them.
@@ -64,6 +68,7 @@ class Inspection:
     layers: str
     weights: str
     quantization: Mapping[str, Mapping[str, int]]
+    modules: Mapping[str, Mapping[str, Mapping[str, int]]]
     draft: DraftHead | None
     vision: bool
     context: int
@@ -116,6 +121,7 @@ def inspect(folder: str | Path, *, deep: bool = False) -> Inspection:
         layers=text_layer_kinds(text),
         weights=_weights(config.quantization),
         quantization=_formats(checkpoint),
+        modules=_modules(checkpoint),
         draft=_draft(checkpoint),
         vision=config.vision is not None,
         context=text.max_position,
@@ -157,6 +163,27 @@ def _formats(folder: TensorFolder) -> dict[str, dict[str, int]]:
     return {group: dict(sorted(found[group].items())) for group in GROUPS if group in found}
 
 
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def _kind(name: str) -> str:
+    """The kind of module to which a stored weight belongs, such as `model.layers.*.self_attn.q_proj`."""
+    return _NUMBER.sub(".*", name).removesuffix("_packed").removesuffix(".weight")
+
+
+def _modules(folder: TensorFolder) -> dict[str, dict[str, dict[str, int]]]:
+    found: dict[str, dict[str, Counter[str]]] = {}
+    for name, decl in folder.declared.items():
+        if decl.storage in _NAMES and not name.endswith(".bias"):
+            fmt = folder.stored(name).stored_dtype if decl.storage == "plain" else _NAMES[decl.storage]
+            found.setdefault(decl.group, {}).setdefault(_kind(name), Counter())[fmt] += 1
+    return {
+        group: {kind: dict(sorted(formats.items())) for kind, formats in found[group].items()}
+        for group in GROUPS
+        if group in found
+    }
+
+
 def _draft(checkpoint: Checkpoint) -> DraftHead | None:
     try:
         draft = checkpoint.draft
@@ -171,6 +198,7 @@ def _draft(checkpoint: Checkpoint) -> DraftHead | None:
         tensors=len(draft.declared),
         stored_bytes=draft.total_bytes,
         quantization=_formats(draft),
+        modules=_modules(draft),
     )
 
 
@@ -207,6 +235,22 @@ def _listed(formats: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in formats.items())
 
 
+def _module_lines(modules: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Iterator[str]:
+    """Per group and format the modules that are stored so, by the shortest name that is unique in the group."""
+    for group, kinds in modules.items():
+        last = Counter(kind.rpartition(".")[2] for kind in kinds)
+        shown: dict[str, list[str]] = {}
+        for kind, formats in kinds.items():
+            outer, _, name = kind.rpartition(".")
+            if last[name] > 1:
+                name = f"{outer.rpartition('.')[2]}.{name}"
+            for fmt, count in formats.items():
+                of = f" ({count:,} of {sum(formats.values()):,})" if len(formats) > 1 else ""
+                shown.setdefault(fmt, []).append(name + of)
+        for number, (fmt, names) in enumerate(sorted(shown.items())):
+            yield f"  {'' if number else group:<16}{fmt}: {', '.join(names)}"
+
+
 def render(inspection: Inspection) -> str:
     """Plain text for a terminal, without a trailing newline."""
     it = inspection
@@ -228,6 +272,7 @@ def render(inspection: Inspection) -> str:
         f"  {name:<16}{g.logical:>20,}{_size(g.bytes):>16}{g.tensors:>10,}  {_listed(it.quantization[name])}"
         for name, g in it.groups.items()
     ]
+    lines += ["", f"  {'group':<16}formats of modules", *_module_lines(it.modules)]
     lines += ["", f"  {'KV bytes per token':<22}{'K and V':>12}{'index':>12}{'total':>12}"]
     lines += [
         f"  {row.main_format + ' + ' + row.index_format + ' index':<22}{row.main:>12,}{row.index:>12,}{row.total:>12,}"

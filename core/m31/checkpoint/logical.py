@@ -74,14 +74,15 @@ class GlobalScale:
             NonFiniteWeight: it, or its reciprocal, is not a finite number above zero.
             TruncatedShard, CheckpointError: the file changed or vanished since it was opened.
         """
+        from m31.formats import nvfp4
+
         value = self.stored.load().reshape(1)
         scale = 1.0 / value if self.inverse else value
-        number = float(scale)
-        if not 0 < number < float("inf"):
+        if not nvfp4.divisible(value) or not nvfp4.divisible(scale):
             raise NonFiniteWeight(
                 f"'{self.name}' holds {float(value)}",
                 where=str(self.path),
-                expected="a finite scale above zero" + (" whose reciprocal is finite as well" if self.inverse else ""),
+                expected="a finite scale above zero whose reciprocal is finite as well",
                 fix="the file is damaged: fetch it again",
             )
         return scale

@@ -117,7 +117,10 @@ class WorkFolder:
                 raise self._foreign(f"is unusable ({exc.what})") from exc
             files = found.get("files")
             if found.get("job") != self._job or not isinstance(files, dict):
-                raise self._foreign("belongs to another source, format or version")
+                raise self._foreign(
+                    "belongs to another job: source, format, input scales (--input-scales), joint gate and up "
+                    "(--joint-gate-up), shard size or version of m31 differ"
+                )
             self.done = {name: entry for name, entry in files.items() if name in reusable and self._intact(name, entry)}
         for path in sorted(self.path.rglob("*"), reverse=True):
             name = path.relative_to(self.path).as_posix()

@@ -97,6 +97,7 @@ def command(args: argparse.Namespace, out: Output) -> int:
             max_shard_bytes=MAX_SHARD_BYTES,
             input_scales=input_scales(args.input_scales),
             joint_gate_up=args.joint_gate_up,
+            input_scales_from=args.input_scales or "--input-scales",
             progress=shown,
             note=out.note,  # before the first step, so that the bar is not there yet
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m31.cli.output import Output
+from m31.cli.session import formats
 
 if TYPE_CHECKING:
     from m31.engine.explain import Row
@@ -24,17 +25,7 @@ def command(args: argparse.Namespace, out: Output) -> int:
     from m31.engine.explain import explain
     from m31.engine.opening import open_model
 
-    opened = open_model(
-        Path(args.checkpoint),
-        backend=args.backend,
-        device=args.device,
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        index_dtype=args.index_dtype,
-        v_scale_order=args.v_scale_order,
-        arithmetic=args.arithmetic,
-        options={},
-    )
+    opened = open_model(Path(args.checkpoint), options={}, **formats(args))
     rows = explain(opened.compiler, opened.checkpoint.config.text, STEPS)
     fusions: dict[str, str] = {step.kind: str(opened.compiler.fused(step)[1]) for step in STEPS}
     layout = opened.serving.kv_layout(opened.spec, list(opened.compiler.assigned(STEPS)))

@@ -123,18 +123,14 @@ def open_model(args: argparse.Namespace) -> Model:
     """
     import m31
 
-    model: Model = m31.load(
-        Path(args.checkpoint),
-        backend=args.backend,
-        device=args.device,
-        dtype=args.dtype,
-        kv_dtype=args.kv_dtype,
-        index_dtype=args.index_dtype,
-        v_scale_order=args.v_scale_order,
-        arithmetic=args.arithmetic,
-        max_context=args.max_context,
-    )
+    model: Model = m31.load(Path(args.checkpoint), max_context=args.max_context, **formats(args))
     return model
+
+
+def formats(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that say how a backend is opened for a checkpoint, as keywords of `m31.load`."""
+    names = ("backend", "device", "dtype", "kv_dtype", "index_dtype", "v_scale_order", "arithmetic")
+    return {name: getattr(args, name) for name in names}
 
 
 def checked_text(text: str, where: str) -> str:

@@ -9,7 +9,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,12 +23,14 @@ RULES = {
     "arithmetic": "a kernel is as accurate as the arithmetic that it declares",
     "release": "prepare keeps nothing of its source alive but what the handle says that it reads in place",
     "fixed-buffers": "a plan allocates when it is made, not when it runs",
+    "prepared-at-load": "which ops a backend serves depends on the kind of step, not on its size",
+    "opened": "a session is what it was opened as, and answers with the types of the contract",
     "limits": "a session serves at most what its manifest declares",
     "layout-id": "pages of another layout id, version included, are refused, and nothing is written",
 }
-"""Name -> what it asks. `limits` is checked when a checkpoint is opened. Two more are enforced where they apply: a
-fusion that does not match as often as the model has its body is refused by the fuse pass, and an op falls back only if
-the manifest lists it (`m31.sdk.Serving`)."""
+"""Name -> what it asks. `opened`, `limits` and `prepared-at-load` are checked wherever a checkpoint is opened and run.
+Two more are enforced where they apply: a fusion that does not match as often as the model has its body is refused by
+the fuse pass, and an op falls back only if the manifest lists it (`m31.sdk.Serving`)."""
 
 
 def check_linear_arithmetic(session: Session, op: OpInstance, step: StepClass, *, seed: int) -> None:
@@ -177,12 +179,10 @@ class _Held:
         return {"weight": self}
 
 
-@dataclass
-class _Watched:
-    """A lazy tensor that gives copies in memory of their own, and knows whether that memory is still in use."""
+class _Like:
+    """Name, shape and dtype of a source."""
 
-    source: LazyTensor
-    given: list[weakref.ref[np.ndarray]] = field(default_factory=list)
+    source: LazyTensor | StoredPart
 
     @property
     def name(self) -> str:
@@ -198,6 +198,14 @@ class _Watched:
     def dtype(self) -> torch.dtype:
         """Of the source."""
         return self.source.dtype
+
+
+class _Watched(_Like):
+    """A lazy tensor that gives copies in memory of their own, and knows whether that memory is still in use."""
+
+    def __init__(self, source: LazyTensor) -> None:
+        self.source: LazyTensor = source
+        self._given: list[weakref.ref[np.ndarray]] = []
 
     @property
     def format(self) -> str:
@@ -215,40 +223,19 @@ class _Watched:
     def copy(self, value: torch.Tensor) -> torch.Tensor:
         """`value` in numpy memory: torch holds the array for as long as any tensor uses its storage."""
         memory = value.contiguous().reshape(-1).view(torch.uint8).numpy().copy()
-        self.given.append(weakref.ref(memory))
+        self._given.append(weakref.ref(memory))
         return torch.from_numpy(memory).view(value.dtype).reshape(value.shape)
 
     @property
     def alive(self) -> bool:
         """Whether any copy is still in use."""
-        return any(ref() is not None for ref in self.given)
+        return any(ref() is not None for ref in self._given)
 
 
-@dataclass(frozen=True)
-class _WatchedPart:
-    owner: _Watched
-    source: StoredPart
-
-    @property
-    def name(self) -> str:
-        """Of the source."""
-        return self.source.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the source."""
-        return self.source.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the source."""
-        return self.source.dtype
-
-    @property
-    def path(self) -> object:
-        """Of the source."""
-        return self.source.path
+class _WatchedPart(_Like):
+    def __init__(self, owner: _Watched, source: StoredPart) -> None:
+        self._owner, self.source, self.path = owner, source, source.path
 
     def load(self) -> torch.Tensor:
         """A watched copy of the stored elements."""
-        return self.owner.copy(self.source.load())
+        return self._owner.copy(self.source.load())

@@ -8,7 +8,7 @@ from pathlib import Path
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
 from m31.engine.opening import Opened, fallback_note, open_model
-from m31.errors import MemoryBudgetExceeded, RequestError
+from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
 from m31.text.template import ChatTemplate
@@ -87,7 +87,10 @@ def load(
     )
     for step in STEPS:  # a fault of the weights shows now, not in the middle of a text
         compiler.bind(step)
-    engine = Engine(compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS)
+    compiler.weights.seal()
+    engine = Engine(
+        compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS, prefix_cache=False
+    )
     return Model(
         config=config,
         decision=opened.decision,
@@ -134,6 +137,13 @@ def _allocate(
         exact: the cap was asked for and may not shrink.
     """
     free = session.memory_free()
+    if layout.page_bytes < 1 or weight_bytes < 0:
+        raise ContractViolation(
+            "opened",
+            f"says {layout.page_bytes} bytes a page and {weight_bytes} bytes of weights",
+            where=f"backend {who}",
+            expected="a positive number of bytes a page, and none or more for weights",
+        )
     if weight_bytes > free:
         raise MemoryBudgetExceeded(
             f"weights need {weight_bytes / 1e9:.2f} GB beside their files",

@@ -1,7 +1,7 @@
 """Sequences, scheduling, and one forward step at a time (DESIGN.md §5).
 
-A sequence is admitted when the pages for its prompt and all the tokens that it may still generate are free, so an
-admitted sequence always finishes. Each step takes one token of every decoding sequence and fills the rest of its
+A sequence is admitted when the pages for its prompt and all the tokens that it may still generate can be promised, so
+an admitted sequence always finishes. Each step takes one token of every decoding sequence and fills the rest of its
 token budget with prefill chunks; a chunk may end anywhere.
 """
 
@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from m31.engine.compiler import Compiler
+from m31.engine.pages import PageTable
 from m31.engine.pool import PagePool
 from m31.engine.sampling import RowState, Sampled, SamplingParams, sample
-from m31.errors import M31Error
+from m31.engine.seals import PLAIN, Context
+from m31.errors import M31Error, PagesExhausted
 from m31.graph import StepClass
 from m31.sdk.backend import KVCache
 
@@ -34,7 +36,8 @@ class Sequence:
         params: resolved parameters (`max_tokens` and seed are set), or None.
         request: tells apart sequences of one seed, see RowState.
         stop_ids: tokens that end the text.
-        computed: how many of its tokens are in the cache.
+        context: what its pages depend on besides tokens; PLAIN is text of a tenant without salt, without adapter.
+        table: its pages, from admission on.
         sampled: the generated tokens; the owner reads them from where it last stopped.
         rows: float32 logits [n,V] by the position of their first row, when `params` is None.
         reason: "stop" or "length" once no more tokens will come.
@@ -46,8 +49,8 @@ class Sequence:
     seed: int
     request: int
     stop_ids: frozenset[int]
-    computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    context: Context = PLAIN
+    table: PageTable | None = None
     sampled: list[Sampled] = field(default_factory=list)
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     done: bool = False
@@ -58,6 +61,16 @@ class Sequence:
     def length(self) -> int:
         """Tokens that are known: prompt and generated."""
         return len(self.prompt) + len(self.sampled)
+
+    @property
+    def computed(self) -> int:
+        """How many of its tokens are in the cache."""
+        return self.table.length if self.table is not None else 0
+
+    @property
+    def pages(self) -> list[int]:
+        """The physical pages that it holds."""
+        return self.table.pages if self.table is not None else []
 
     @property
     def pending(self) -> int:
@@ -95,6 +108,8 @@ class Engine:
         cache: allocated pages.
         page_tokens: tokens of a page.
         chunk_tokens: most tokens of one step.
+        prefix_cache: whether sequences use pages that others have computed for the same beginning. A sequence whose
+            logits are wanted for every token never does, and its own pages are not used by others.
     """
 
     def __init__(
@@ -104,15 +119,16 @@ class Engine:
         cache: KVCache,
         page_tokens: int,
         chunk_tokens: int,
+        prefix_cache: bool,
     ) -> None:
         self.compiler, self.cache, self.page_tokens, self.chunk_tokens = compiler, cache, page_tokens, chunk_tokens
         self.fallback_calls: Counter[str] = Counter()  # calls of which op ran on another backend than the chosen one
-        self.pool = PagePool(cache.pages)
+        self.pool = PagePool(cache, page_tokens=page_tokens, prefix_cache=prefix_cache, poison=False)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self.lock = threading.RLock()  # one step at a time, whichever thread asks for it
-        self._computing = False
-        self._leaving: list[Sequence] = []  # removed while a step was computing with their pages
+        self._at_work = False
+        self._leaving: list[Sequence] = []  # removed; their pages go back when nothing is at work with them
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit the pool; `m31.engine.model` checks the limits that users know by name."""
@@ -129,17 +145,30 @@ class Engine:
         """Take a sequence out, finished or not, and free its pages. Removing twice does nothing."""
         with self.lock:
             sequence.done = True
-            if self._computing:
-                # The lock does not keep out this thread's own garbage collector, which may end an abandoned
-                # generation at any allocation: its pages go back when the step no longer needs them.
-                self._leaving.append(sequence)
-                return
-            if sequence in self._waiting:
-                self._waiting.remove(sequence)
-            if sequence in self._running:
-                self._running.remove(sequence)
-                self.pool.give_back(sequence.pages)
-                sequence.pages = []
+            # The lock does not keep out this thread's own garbage collector, which may end an abandoned generation at
+            # any allocation: whatever uses pages or changes the pool finishes first.
+            self._leaving.append(sequence)
+            if not self._at_work:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        while self._leaving:
+            self._at_work = True
+            try:
+                while self._leaving:
+                    self._drop(self._leaving.pop())
+            finally:
+                self._at_work = False
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        if sequence.table is not None and not sequence.table.released:
+            if sequence.error is not None:
+                sequence.table.withdraw()
+            sequence.table.release()
 
     @property
     def busy(self) -> bool:
@@ -152,7 +181,7 @@ class Engine:
             self._step()
 
     def _step(self) -> None:
-        self._computing = True
+        self._at_work = True
         try:
             self._admit()
             work = self._schedule()
@@ -162,28 +191,41 @@ class Engine:
                 )
             logits, owners = self._forward(work)
             results = [self._result(sequence, logits[row]) for sequence, row in owners]
+            for (sequence, _), result in zip(owners, results, strict=True):
+                if not sequence.done:
+                    self._deliver(sequence, result)
+            # Last: a sequence that lags behind what it was given computes the same again, one that ran ahead would wait
+            # for a token that never comes.
+            for sequence, count in work:
+                self._commit(sequence, count)
         finally:
-            self._computing = False
-            while self._leaving:
-                self.remove(self._leaving.pop())
-        for (sequence, _), result in zip(owners, results, strict=True):
-            if not sequence.done:
-                self._deliver(sequence, result)
-        # Last: a sequence that lags behind what it was given computes the same again, one that ran ahead would wait
-        # for a token that never comes.
-        for sequence, count in work:
-            sequence.computed += count
-            if sequence.params is None and not sequence.pending:
-                self._finish(sequence, "length")
+            self._at_work = False
+            self._let_go()
+
+    def _commit(self, sequence: Sequence, count: int) -> None:
+        """The pages hold the next `count` tokens. Those of a sequence that failed are withdrawn when it is let go."""
+        assert sequence.table is not None, "a running sequence has its pages"
+        sequence.table.append(sequence.ids(sequence.computed, sequence.computed + count))
+        if sequence.params is None and not sequence.pending:
+            self._finish(sequence, "length")
 
     def _pages_for(self, sequence: Sequence) -> int:
-        return -(-sequence.capacity // self.page_tokens)
+        return self.pool.pages_for(sequence.capacity)
 
     def _admit(self) -> None:
-        while self._waiting and self._pages_for(self._waiting[0]) <= self.pool.free:
-            sequence = self._waiting.popleft()
-            sequence.pages = self.pool.take(self._pages_for(sequence))
-            self._running.append(sequence)
+        while self._waiting:
+            sequence = self._waiting[0]
+            try:
+                sequence.table = PageTable.open(
+                    self.pool,
+                    sequence.context,
+                    sequence.prompt,
+                    capacity=sequence.capacity,
+                    share=sequence.params is not None,  # otherwise every row is wanted, and found pages give none
+                )
+            except PagesExhausted:
+                return  # the others wait behind it
+            self._running.append(self._waiting.popleft())
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
         """(sequence, tokens to compute): decodes first, then chunks in order of arrival."""
@@ -209,10 +251,9 @@ class Engine:
             first_row = len(tokens)
             tokens += s.ids(start, end)
             positions += range(start, end)
-            slots += [
-                s.pages[p // self.page_tokens] * self.page_tokens + p % self.page_tokens for p in range(start, end)
-            ]
-            tables.append(s.pages[: -(-end // self.page_tokens)])
+            assert s.table is not None, "a running sequence has its pages"
+            slots += s.table.place(count)
+            tables.append(s.table.pages[: self.pool.pages_for(end)])
             wanted = (
                 range(first_row, first_row + count)
                 if s.params is None

@@ -18,7 +18,7 @@ from m31.errors import BackendRefused, ContractViolation, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
 from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace
-from m31.sdk.backend import KVSpec, LazyTensor, Limits, Session
+from m31.sdk.backend import KVSpec, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
@@ -52,19 +52,51 @@ def open_serving(
         if not any(option in m.options for m in manifests):
             raise BackendRefused(f"takes no option '{option}'", where=f"backend {manifest.name}", fix="leave it out")
     sessions = [
-        sdk.open_backend(chosen).open(
-            device=device,
-            dtype=dtype,
-            rank=0,
-            world=1,
-            arithmetic=numerics,
-            options={name: value for name, value in options.items() if name in m.options},
+        _checked(
+            sdk.open_backend(chosen).open(
+                device=device,
+                dtype=dtype,
+                rank=0,
+                world=1,
+                arithmetic=numerics,
+                options={name: value for name, value in options.items() if name in m.options},
+            ),
+            m,
+            dtype,
+            numerics,
         )
         for chosen, m in zip((decision, spare), manifests, strict=False)
+        if chosen is not None
     ]
-    if spare is None:
-        return Serving(manifest.name, sessions[0])
-    return Serving(manifest.name, sessions[0], may_fall_back=manifest.fallback, spare=(SPARE, sessions[1]))
+    return Serving(
+        manifest.name,
+        sessions[0],
+        claimed=manifest.ops,
+        may_fall_back=manifest.fallback,
+        spare=None if spare is None else (SPARE, sessions[1]),
+    )
+
+
+def _checked(session: Session, manifest: Manifest, dtype: str, numerics: ArithmeticSpec) -> Session:
+    """A session that is what it was opened as.
+
+    Raises:
+        ContractViolation: it is no session, or computes in another dtype or arithmetic.
+    """
+    where = f"backend {manifest.name}"
+    if not isinstance(session, Session):
+        raise ContractViolation("opened", f"open returned {session!r}", where=where, expected="a Session")
+    computes = str(session.dtypes["model"]).removeprefix("torch.")
+    if computes != dtype:
+        raise ContractViolation("opened", f"computes in {computes}", where=where, expected=dtype)
+    if not session.numerics.same_numbers(numerics):
+        raise ContractViolation(
+            "opened",
+            f"computes in the arithmetic '{session.numerics.name}'",
+            where=where,
+            expected=f"'{numerics.name}'",
+        )
+    return session
 
 
 def _manifest(decision: Decision) -> Manifest:
@@ -139,7 +171,7 @@ def open_model(
     session = serving.session
     declared = Limits.declared(manifest, checkpoint.config)
     limits = session.limits(checkpoint.config, declared)
-    if not limits.within(declared):
+    if not (limits.kv_formats and limits.index_formats and limits.max_context > 0 and limits.within(declared)):
         raise ContractViolation(
             "limits", f"serves {limits}", where=f"backend {manifest.name}", expected=f"at most its manifest: {declared}"
         )
@@ -197,8 +229,3 @@ def _rounding(session: Session, spec: KVSpec) -> Rounding:
     if str(session.dtypes["model"]) == "torch.bfloat16":
         return NO_ROUNDING
     return Rounding.of(session.numerics, spec.kv_format, spec.index_format)
-
-
-def stored_as(tensor: LazyTensor) -> str:
-    """`TensorDecl.stored` of a checkpoint's tensor."""
-    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")

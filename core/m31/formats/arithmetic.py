@@ -124,7 +124,8 @@ def parse(name: str) -> ArithmeticSpec:
     After a known name, each `+field=value` replaces a field of `ArithmeticSpec`; the value `none` switches it off. In
     the name, case does not matter, and a space or underscore is a hyphen.
 
-    Raises OpRefused for an unknown name or field, with the nearest one, and for a value that the field does not take.
+    Raises OpRefused for an unknown name or field, with the nearest one, for a field given twice, and for a value that
+    the field does not take.
     """
     base, *changes = name.split("+")
     key = "-".join(base.lower().replace("_", " ").replace("-", " ").split())
@@ -139,6 +140,8 @@ def parse(name: str) -> ArithmeticSpec:
             raise _unknown("field of an arithmetic", field, field, list(_CHOICES))
         if not equals or not value:
             raise OpRefused(f"'{change}' has no value", where="arithmetic", expected=f"+{field}=value")
+        if field in values:
+            raise OpRefused(f"'{field}' is given twice", where="arithmetic", expected="each field once")
         values[field] = None if value == "none" else value
     spelled = "".join(f"+{field}={value or 'none'}" for field, value in sorted(values.items()))
     return replace(NAMED[key], name=key + spelled, **values)  # type: ignore[arg-type]

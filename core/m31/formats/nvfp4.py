@@ -6,6 +6,7 @@ stores 1/G; convert where such a tensor is read (`from_decode_scale`), nowhere e
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -63,14 +64,30 @@ def from_decode_scale(decode_scale: Tensor) -> Tensor:
     return checked_global_scale(1.0 / checked_global_scale(decode_scale, "decode scale"), "decode scale")
 
 
+def divisible(scale: Tensor) -> bool:
+    """Whether every number of `scale` (float32, any shape) is finite, above zero, and has a finite reciprocal.
+
+    What is quantised under a G below 2^-128 or so becomes NaN, because 1/G exceeds float32. No encoder writes one: it
+    would belong to an amax beyond float32.
+    """
+    return bool((scale.isfinite() & (scale > 0) & (1.0 / scale).isfinite()).all())
+
+
 def checked_global_scale(scale: Tensor, where: str) -> Tensor:
-    """`scale` as float32 [1]; OpRefused unless it is one finite positive number (shapes [] and [1] occur)."""
+    """`scale` as float32 [1] (shapes [] and [1] occur); OpRefused unless it is one number that can be divided by.
+
+    See `divisible`.
+    """
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise OpRefused(
             f"global scale is {scale.dtype} of shape {list(scale.shape)}", where=where, expected="one float32"
         )
-    if not (bool(scale.isfinite().all()) and bool((scale > 0).all())):
-        raise OpRefused(f"global scale is {float(scale)}", where=where, expected="a finite number > 0")
+    if not divisible(scale):
+        raise OpRefused(
+            f"global scale is {float(scale)}",
+            where=where,
+            expected="a finite number > 0 whose reciprocal is finite",
+        )
     return scale.reshape(1)
 
 
@@ -192,8 +209,18 @@ def default_input_scale(limit: float, beta: float) -> float:
 
     The divisor bounds every output of the clamped SwiGLU-OAI (MODEL.md §2.5: 56 for the published numbers, hence 48),
     so that no activation can saturate under it, whatever the input.
+    Raises OpRefused where `limit` or `beta` is such that float32 cannot hold the number or divide by it.
     """
-    return FULL_RANGE / ((limit + abs(beta)) * limit)
+    bound = (limit + abs(beta)) * limit
+    scale = FULL_RANGE / bound if bound else math.inf
+    if not divisible(torch.tensor([scale], dtype=torch.float64).float()):
+        raise OpRefused(
+            f"no default input scale follows from limit {limit:g} and beta {beta:g}",
+            where="nvfp4.default_input_scale",
+            expected="a limit above zero for which float32 holds 2688 / ((limit + |beta|) * limit) and its reciprocal",
+            fix="check the swiglu limit and beta in config.json, or use calibrated scales",
+        )
+    return scale
 
 
 def quantise_static(

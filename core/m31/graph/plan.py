@@ -44,8 +44,9 @@ class WeightHandle(Protocol):
         """Slots whose stored bytes it goes on reading where the checkpoint maps them. Everything else that it was
         given must be free once `prepare` has returned: two copies of the weights do not fit most machines."""
 
-    def dequantise(self) -> dict[str, torch.Tensor]:
-        """The values that the kernel really uses, slot by slot, in any dtype that holds them exactly."""
+    def dequantise(self) -> Mapping[str, torch.Tensor]:
+        """The values that the kernel really uses, slot by slot, in any dtype that holds them exactly. Not all at once:
+        the experts of one published layer are 14 GB in float32."""
 
 
 RunKernel = Callable[[Sequence[Any], Sequence[Any], Any, "torch.Tensor | None"], None]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Limits,
         Session,
         StoredPart,
+        stored_as,
     )
     from m31.sdk.choosing import decide, open_backend, refresh, this_machine, use
     from m31.sdk.discovery import Candidate, Policy, discover
@@ -41,7 +42,7 @@ _HOMES = {
     "awaiting": ("AwaitingKernels",),
     "backend": (
         *("Backend", "ExportedPages", "IndexFormat", "KVCache", "KVFormat", "KVLayout", "KVSpec", "LazyTensor"),
-        *("Limits", "Session", "StoredPart"),
+        *("Limits", "Session", "StoredPart", "stored_as"),
     ),
     "choosing": ("decide", "open_backend", "refresh", "this_machine", "use"),
     "discovery": ("Candidate", "Policy", "discover"),
@@ -70,6 +71,7 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "Limits",
     "Session",
     "StoredPart",
+    "stored_as",
     "decide",
     "open_backend",
     "refresh",

@@ -1,6 +1,6 @@
 """What a backend implements (DESIGN.md §3). All state lives in the objects below; there are no module globals.
 
-The contract is a draft until API version 1.0; `docs/decisions/` records what changed it.
+The contract is docs/sdk.md; decision 016 records what changed it before it was frozen.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from m31.errors import BackendRefused
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,11 @@ class StoredPart(Protocol):
 
     def load(self) -> torch.Tensor:
         """Its elements as stored."""
+
+
+def stored_as(tensor: LazyTensor) -> str:
+    """How a tensor is stored, in the words of `TensorDecl.stored`."""
+    return tensor.format if tensor.format != "plain" else str(tensor.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +212,16 @@ class KVCache(ABC):
         """One page of one layer, decoded exactly: `k` and `v` [kv_heads, page_tokens, head_dim], `index`
         [page_tokens, D]; in the storage dtype where that is a plain one, else float32."""
 
+    def components(self) -> Mapping[str, torch.Tensor]:
+        """The stored tensors of all pages, by name: `<layer>.k.<part>`, `<layer>.v.<part>`, `<layer>.index.<part>`, the
+        first dimension the page; parts and shapes belong to the layout id. For kernels of another backend that works
+        on these pages (`Session.shares_pages`). Views: what is written there is in the cache.
+
+        Raises:
+            BackendRefused: the default: pages that nobody else works on.
+        """
+        raise BackendRefused("gives no access to its pages", where=self.layout.layout_id)
+
     @abstractmethod
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages of all layers, source[i] to target[i]."""
@@ -302,9 +319,13 @@ class Session(ABC):
         Whatever is not read in place (`WeightHandle.in_place`) must be released when this returns.
         """
 
-    @abstractmethod
     def kv_layout(self, spec: KVSpec) -> KVLayout:
-        """The page layout for a spec."""
+        """The page layout for a spec; asked only of a backend that serves every op on the cache.
+
+        Raises:
+            BackendRefused: a format that is not served; the default, for a backend without pages of its own.
+        """
+        raise BackendRefused("has no pages of its own", where=f"{type(self).__name__}")
 
     @abstractmethod
     def memory_free(self) -> int:
@@ -345,7 +366,7 @@ class Backend(ABC):
     ) -> Session:
         """Open the backend.
 
-        What the manifest rules out never gets here: the core refuses another dtype, arithmetic, option or world.
+        What the manifest rules out never gets here: the core refuses another dtype, arithmetic or option.
 
         Args:
             device: a torch device name; None means the backend's own choice.

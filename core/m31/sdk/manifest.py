@@ -109,7 +109,9 @@ class Manifest(_Strict):
     score: Annotated[int, Field(ge=0, le=1000)]  # the highest usable score wins
     conformance: ConformanceLevel  # the level that this release claims; the suite decides
     ops: Literal["all"] | tuple[OpName, ...]
-    fallback: tuple[OpName, ...]  # ops that may run on the reference instead; each use is counted and shown
+    # Ops that may run on the reference instead; each use is counted and shown. One that `ops` claims may be among them:
+    # a kernel may serve some formats of its weights and refuse others.
+    fallback: tuple[OpName, ...]
     arithmetic: Literal["all"] | Annotated[tuple[str, ...], Field(min_length=1)]  # names of m31.formats.arithmetic
     options: tuple[Option, ...]  # of `Backend.open`, that it takes
     probe: Target | None = None  # "module:function", run in a child process
@@ -124,9 +126,9 @@ class Manifest(_Strict):
         try:
             parsed = SpecifierSet(value)
         except InvalidSpecifier:
-            raise ValueError(f"'{value}' is not a version range such as '>=0.1,<1'") from None
+            raise ValueError(f"'{value}' is not a version range such as '>=1.0,<2'") from None
         if not len(parsed):
-            raise ValueError("an empty range accepts every future API; write one such as '>=0.1,<1'")
+            raise ValueError("an empty range accepts every future API; write one such as '>=1.0,<2'")
         return value
 
     @field_validator("arithmetic")
@@ -158,9 +160,8 @@ class Manifest(_Strict):
                 f"limits.tensor_parallel = {self.limits.tensor_parallel} needs more devices than"
                 f" device.min_count = {self.device.min_count}"
             )
-        unclaimed = [op for op in self.fallback if self.ops == "all" or op in self.ops]
-        if unclaimed:
-            raise ValueError(f"fallback lists ops that ops already claims: {', '.join(unclaimed)}")
+        if self.ops == "all" and self.fallback:
+            raise ValueError(f"fallback lists ops of a backend that claims to serve all: {', '.join(self.fallback)}")
         return self
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-#: A backend's manifest states the range that it was written for (`requires = ">=0.1,<1"`). Below 1.0 the contract is a
-#: draft: a minor step may break it. It freezes at 1.0.
-API_VERSION = "0.1"
+#: A backend's manifest states the range that it was written for (`requires = ">=1.0,<2"`). An addition raises the minor
+#: number, a change that can break a backend the major one; a snapshot test holds every public name and signature.
+API_VERSION = "1.0"

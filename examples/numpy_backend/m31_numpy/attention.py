@@ -42,9 +42,10 @@ def block_scores(attrs: Attrs, outs: Sequence[Any], ins: Sequence[Any], w: Any) 
     for s, rows, context in tiles(cu_q, positions, 0, q.shape[1]):
         blocks = -(-context // pages.page_tokens)
         keys = pages.take(attrs["layer"], "index", table[s, :blocks])  # [blocks, page, D]
-        score = q[rows] @ keys.reshape(-1, keys.shape[-1]).T  # [n, heads, tokens]
-        hidden = np.arange(score.shape[-1]) > positions[rows, None]
-        score[np.isnan(score) | hidden[:, None]] = -np.inf
+        written = q[rows] @ keys.reshape(-1, keys.shape[-1])[:context].T  # [n, heads, tokens]
+        score = np.full((*written.shape[:2], blocks * pages.page_tokens), -np.inf, np.float32)
+        hidden = np.arange(context) > positions[rows, None]
+        score[..., :context] = np.where(np.isnan(written) | hidden[:, None], -np.inf, written)
         outs[0][rows, :, :blocks] = score.reshape(*score.shape[:2], blocks, -1).max(-1)
 
 
@@ -109,12 +110,12 @@ def _attend(q: Array, k: Array, v: Array, visible: Array, scale: float) -> Array
         k, v: [heads, tokens, D], or [n, heads, tokens, D] where every query has its own.
         visible: [n, heads or 1, tokens].
     """
-    logits = q @ k.swapaxes(-1, -2) * np.float32(scale)
+    # What no query of the tile sees may hold anything, and a weight of zero does not hide a NaN.
+    seen: Array = np.asarray(visible if v.ndim == 4 else visible.any(0))[..., None]
+    logits = q @ np.where(seen, k, np.float32(0)).swapaxes(-1, -2) * np.float32(scale)
     logits = np.where(visible[:, :, None], logits, -np.inf)
     p = np.exp(logits - logits.max(-1, keepdims=True))
-    # A weight of zero does not hide a NaN: what no query of the tile sees is not multiplied with at all.
-    seen: Array = visible if v.ndim == 4 else np.asarray(visible.any(0))
-    o: Array = p @ np.where(seen[..., None], v, np.float32(0)) / p.sum(-1, keepdims=True)
+    o: Array = p @ np.where(seen, v, np.float32(0)) / p.sum(-1, keepdims=True)
     return o
 
 
