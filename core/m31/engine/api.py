@@ -11,6 +11,7 @@ from m31.engine.opening import Opened, fallback_note, open_model
 from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
+from m31.sdk.serving import Serving
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
 
@@ -59,8 +60,18 @@ def load(
         ConfigError, CheckpointError, TokenizerError, TemplateError: the folder is not right.
         MemoryBudgetExceeded: `max_context` does not fit the memory.
     """
-    if max_context is not None and max_context < 1:
-        raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
+    _check_arguments(
+        {
+            "backend": backend,
+            "device": device,
+            "dtype": dtype,
+            "kv_dtype": kv_dtype,
+            "index_dtype": index_dtype,
+            "v_scale_order": v_scale_order,
+            "arithmetic": arithmetic,
+        },
+        {"max_context": (max_context, 1), "weight_cache_bytes": (weight_cache_bytes, 0)},
+    )
     opened = open_model(
         Path(path),
         backend=backend,
@@ -108,9 +119,32 @@ def load(
         notes=(
             *checkpoint.notes,
             *fallback_note(name, assigned),
-            *dict.fromkeys(note for s in opened.serving.sessions.values() for note in s.notes),
+            *_session_notes(opened.serving),
         ),
     )
+
+
+def _session_notes(serving: Serving) -> list[str]:
+    """What the sessions have to say, once each."""
+    told: dict[str, None] = {}
+    for name, session in serving.sessions.items():
+        notes = session.notes
+        if isinstance(notes, str) or not all(isinstance(note, str) for note in notes):
+            raise ContractViolation(
+                "opened", f"has notes {notes!r}", where=f"backend {name}", expected="a sequence of sentences"
+            )
+        told.update(dict.fromkeys(notes))
+    return list(told)
+
+
+def _check_arguments(names: dict[str, object], numbers: dict[str, tuple[object, int]]) -> None:
+    """Refuse what is of another type, before anything is opened."""
+    for argument, value in names.items():
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{argument} is {value!r}", expected="a name, or None")
+    for argument, (number, least) in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise RequestError(f"{argument} is {number!r}", expected=f"a whole number from {least} on, or None")
 
 
 def _cap(opened: Opened, max_context: int | None) -> Cap:

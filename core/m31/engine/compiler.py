@@ -21,6 +21,7 @@ from m31.graph import (
 )
 from m31.graph import assign as assign_kernels
 from m31.graph import bind as bind_graph
+from m31.ops.fused import FUSED
 from m31.parallel import WHOLE, Shard
 from m31.sdk.backend import LazyTensor
 from m31.sdk.serving import Serving
@@ -107,6 +108,14 @@ class Compiler:
 
     def fused(self, step: StepClass) -> tuple[ModelGraph, FusionReport]:
         """The graph with the fused ops that the backend wants and has a kernel for at this step class."""
+        unknown = [name for name in self.serving.session.fusions() if name not in FUSED]
+        if unknown:
+            raise ContractViolation(
+                "opened",
+                f"wants the fusion '{unknown[0]}'",
+                where=f"backend {self.serving.name}",
+                expected=" or ".join(FUSED),
+            )
         return fuse(
             self.graph, self.serving.session.fusions(), lambda op: self.serving.wants(op, step), text=self._text
         )

@@ -14,16 +14,19 @@ from typing import TypeVar
 from m31 import sdk
 from m31.checkpoint import Checkpoint
 from m31.engine.compiler import Compiler, whole
-from m31.errors import BackendRefused, ContractViolation, RequestError
+from m31.errors import BackendRefused, ContractViolation, ManifestError, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
 from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace
+from m31.ops import ALL
+from m31.ops.fused import FUSED
 from m31.sdk.backend import KVSpec, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
 
 _SHORT = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "fp4": "nvfp4", "e4m3": "fp8"}
+_FORMATS = ("float64", "float32", "float16", "bfloat16", "fp8", "nvfp4", "mxfp8", "int8")
 F = TypeVar("F", bound=str)
 SPARE = "reference"  # what an op falls back on: the one backend that serves every op
 
@@ -46,7 +49,8 @@ def open_serving(
     manifest = _manifest(decision)
     dtype = _listed("compute dtype", dtype, manifest.formats.compute, manifest.name)
     numerics = _arithmetic(arithmetic, manifest)
-    spare = sdk.decide(SPARE) if manifest.fallback else None
+    _known_ops(manifest)
+    spare = _spare(manifest) if manifest.fallback else None
     manifests = [manifest] if spare is None else [manifest, _manifest(spare)]
     for option in options:
         if not any(option in m.options for m in manifests):
@@ -86,6 +90,13 @@ def _checked(session: Session, manifest: Manifest, dtype: str, numerics: Arithme
     where = f"backend {manifest.name}"
     if not isinstance(session, Session):
         raise ContractViolation("opened", f"open returned {session!r}", where=where, expected="a Session")
+    if str(type(session.device)) != "<class 'torch.device'>" or set(session.dtypes) != {"model", "accum", "int64"}:
+        raise ContractViolation(
+            "opened",
+            f"has device {session.device!r} and dtypes for {sorted(session.dtypes)}",
+            where=where,
+            expected="a torch.device, and dtypes for model, accum and int64",
+        )
     computes = str(session.dtypes["model"]).removeprefix("torch.")
     if computes != dtype:
         raise ContractViolation("opened", f"computes in {computes}", where=where, expected=dtype)
@@ -97,6 +108,33 @@ def _checked(session: Session, manifest: Manifest, dtype: str, numerics: Arithme
             expected=f"'{numerics.name}'",
         )
     return session
+
+
+def _spare(manifest: Manifest) -> Decision:
+    """The decision for the backend that ops fall back on."""
+    decision = sdk.decide(SPARE)
+    if decision.refusal is not None:
+        raise BackendRefused(
+            f"leaves {len(manifest.fallback)} ops to '{SPARE}', which cannot be used: {decision.refusal.what}",
+            where=f"backend {manifest.name}",
+            fix=f"allow '{SPARE}' as well (M31_BACKENDS_ALLOW), or choose a backend that serves every op",
+        )
+    return decision
+
+
+def _known_ops(manifest: Manifest) -> None:
+    """Refuse names in `ops` and `fallback` that no op has: a typo would show as an op that nobody serves."""
+    known = [*ALL, *FUSED]
+    named = (*(() if manifest.ops == "all" else manifest.ops), *manifest.fallback)
+    unknown = next((name for name in named if name not in known), None)
+    if unknown is not None:
+        meant = next(iter(difflib.get_close_matches(unknown, known, n=1)), None)
+        raise ManifestError(
+            f"there is no op '{unknown}'",
+            where=f"backend {manifest.name}: ops and fallback of its backend.toml",
+            expected="ops of docs/sdk.md",
+            fix=f"did you mean '{meant}'?" if meant else None,
+        )
 
 
 def _manifest(decision: Decision) -> Manifest:
@@ -112,7 +150,8 @@ def _listed(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
     for known in served:
         if known == name:
             return known
-    meant = _SHORT.get(name) or next(iter(difflib.get_close_matches(name, served, n=1)), None)
+    near = [] if name in _FORMATS else difflib.get_close_matches(name, served, n=1)  # what exists is no typo
+    meant = _SHORT.get(name) or next(iter(near), None)
     raise BackendRefused(
         f"{what} '{name}' is not served",
         where=f"backend {who}",
@@ -185,6 +224,14 @@ def open_model(
         lambda tensor: stored_as(checkpoint.tensor(tensor)),
         (kv_format, index_format),
     )
+    stored = {tensor.stored for tensor in graph.tensors()} - set(manifest.formats.weights)
+    if stored:
+        raise BackendRefused(
+            f"does not take weights stored in {', '.join(sorted(map(str, stored)))}",
+            where=f"backend {manifest.name}",
+            expected=" or ".join(manifest.formats.weights),
+            fix="convert the checkpoint (m31 convert), or choose another backend",
+        )
     compiler = Compiler(serving, graph, text, whole(serving, checkpoint.tensor))
     return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler)
 
