@@ -25,6 +25,7 @@ from m31.sdk.backend import KVSpec
 from m31.sdk.serving import Serving
 from m31_reference.session import ReferenceBackend
 from m31_triton import TritonBackend
+from m31_triton.launch import Runner
 from m31_triton.session import TritonSession
 from m31_triton.weights import ProjectionWeights
 
@@ -38,6 +39,10 @@ def session(arithmetic: str = "w16a16", device: str | None = None) -> TritonSess
     return TritonBackend(None).open(  # type: ignore[arg-type]
         device=device, dtype="float32", rank=0, world=1, arithmetic=parse(arithmetic), options={}
     )
+
+
+def processor(arithmetic: str, *, run: Runner | None = None, units: int | None = None) -> TritonSession:
+    return TritonSession(torch.device("cpu"), parse(arithmetic), run=run, units=units)
 
 
 def serving(mine: TritonSession) -> Serving:
@@ -67,13 +72,10 @@ def engine(mine: TritonSession, kv: str, order: ScaleOrder) -> Engine:
 @pytest.mark.parametrize(
     ("kv", "order", "units"), [("bfloat16", "linear", 1), ("nvfp4", "token_quad", 64)], ids=["whole", "shared"]
 )
-def test_a_model_computes_what_it_does_on_the_reference(
-    kv: str, order: ScaleOrder, units: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_computes_what_it_does_on_the_reference(kv: str, order: ScaleOrder, units: int) -> None:
     """35 tokens are three blocks, of which two are selected; then decode, two sequences at once."""
-    monkeypatch.setattr(TritonSession, "_units", lambda self: units)  # then programs share the blocks of a token
     exact = "exact+query=bfloat16"
-    mine = engine(session(exact), kv, order)
+    mine = engine(processor(exact, units=units), kv, order)  # with many, programs share the blocks of a token
     assert str(mine.compiler.fused(STEPS[0])[1]) == "qkv_insert 0 of 1"
     ids = ids_for(TEXT, 35)
     want = tiny.engine(TEXT, VALUES, dtype="float32", kv=kv, index=kv, order=order, arithmetic=exact)
