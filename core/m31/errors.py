@@ -200,3 +200,15 @@ class ContractViolation(M31Error):
     def __init__(self, rule: str, what: str, *, where: str, expected: str | None = None) -> None:
         self.rule = rule
         super().__init__(f"breaks the rule '{rule}': {what}", where=where, expected=expected)
+
+
+class TrainingError(M31Error):
+    """Training cannot start, continue or go on."""
+
+
+class TrainingStateError(TrainingError):
+    """The folder of a training run is damaged, or holds the run of another configuration."""
+
+
+class TrainingDiverged(TrainingError):
+    """The loss or a gradient became NaN or infinite; the last stored state is as it was."""
