@@ -213,6 +213,28 @@ def test_which_pages_it_shares(kv: str, block: int, shared: bool) -> None:
     assert not session().shares_pages(layout)
 
 
+PARTS: dict[str, dict[str, tuple[torch.dtype, list[int]]]] = {  # as docs/sdk.md has them, pages of 16, D 16
+    "float32": {"values": (torch.float32, [2, 2, 16, 16])},
+    "bfloat16": {"values": (torch.bfloat16, [2, 2, 16, 16])},
+    "fp8": {"codes": (torch.uint8, [2, 2, 16, 16])},
+    "nvfp4": {"packed": (torch.uint8, [2, 2, 16, 8]), "scale": (torch.uint8, [2, 2, 16, 1])},
+}
+
+
+@pytest.mark.parametrize("kv", PARTS)
+def test_pages_of_the_reference_have_the_documented_components(kv: str) -> None:
+    spec = KVSpec.of(TEXT, kv, "int8", "token_quad")  # type: ignore[arg-type]
+    layout = serving(session()).sessions["reference"].kv_layout(spec)
+    assert layout.layout_id.startswith("m31-reference:v2:")
+    found = layout.allocate(2).components()
+    want = {f"{layer}.{kind}.{part}": is_ for layer in (0, 1) for kind in "kv" for part, is_ in PARTS[kv].items()}
+    if kv == "nvfp4":
+        want |= {f"{layer}.v.scale": (torch.uint8, [2, 2, 4, 1, 4]) for layer in (0, 1)}
+    want |= {"1.index.codes": (torch.int8, [2, 1, 16, 16]), "1.index.scale": (torch.float32, [2, 1, 16])}
+    assert {name: (part.dtype, list(part.shape)) for name, part in found.items()} == want
+    assert all(part.is_contiguous() for part in found.values())
+
+
 @pytest.mark.parametrize("device", ["meta", "no-such"])
 def test_devices_without_values_are_refused(device: str) -> None:
     with pytest.raises(BackendRefused, match=rf"device '{device}' cannot be used.*--device cpu"):
