@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,15 @@ from m31 import ops
 from m31.conformance import check_fixed_buffers, check_layout_id, check_losses, check_op, check_ops, check_release
 from m31.engine.api import STEPS
 from m31.engine.compiler import Compiler, whole
+from m31.errors import ContractViolation
 from m31.formats.arithmetic import parse
-from m31.graph import BoundGraph, trace
+from m31.graph import BoundGraph, Kernel, trace
+from m31.ops.fused import FUSED
 from m31.parallel import COLLECTIVES, WHOLE
 from m31.sdk.backend import KVSpec, Session, stored_as
 from m31.sdk.serving import Serving
 from m31_cpu import CpuBackend
+from m31_triton.session import TritonSession
 
 BF16: dict[str, Any] = {name: value.bfloat16() for name, value in VALUES.items()}
 SOURCES: dict[str, dict[str, Any]] = {"float32": dict(VALUES), "bfloat16": BF16, "quantised": dict(STORED)}
@@ -55,8 +59,9 @@ WHOLE_MODEL = {
 def test_ops_of_a_backend_that_serves_all(name: str) -> None:
     done = check_ops(WHOLE_MODEL[name]())
     for op, found in done.items():
-        if op in COLLECTIVES:
-            assert not found.ran, op  # the group's, whatever the backend
+        if op in COLLECTIVES or op in FUSED:
+            assert found.refused, op  # the group's, whatever the backend; and nobody here fuses
+            assert not found.ran, op
         else:
             assert len(found.ran) >= len(list(ops.ALL[op].cases())), op
             assert not found.unjudged, op
@@ -85,6 +90,41 @@ def test_attention_of_the_portable_backend() -> None:
     assert len(done.ran) == 2
     assert not done.unjudged
     assert all("heads of 8 channels" in reason or "pages are float32" in reason for reason in done.refused.values())
+
+
+def test_the_fused_projection_of_the_portable_backend() -> None:
+    """It has no bound, and is nearer to its body than nonsense would be; what it leaves in the pages is untouched."""
+    done = check_op(portable(), FUSED["qkv_insert"], pages=reference(), gaps=False)
+    assert list(done.unjudged) == ["qkv_insert/wide/bfloat16/bfloat16 pages"]
+
+
+class Spoiled(TritonSession):
+    """Writes to one slot more, or leaves the norm of keys out."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(torch.device("cpu"), portable().numerics)
+        self.fault = fault
+
+    def kernel(self, op: Any, step: Any) -> Any:
+        found = super().kernel(op, step)
+        if not isinstance(found, Kernel):
+            return found
+
+        def run(outs: Any, ins: Any, w: Any, workspace: Any) -> None:
+            ins = list(ins)
+            if self.fault == "slot":
+                ins[2] = torch.cat([ins[2][:-1], (ins[2][-1:] + 1) % 16])
+            else:
+                w = replace(w, norms={**w.norms, "k_norm": w.norms["k_norm"] - 1})
+            found.run(outs, ins, w, workspace)
+
+        return replace(found, run=run)
+
+
+@pytest.mark.parametrize("fault", ["slot", "norm"])
+def test_a_fused_projection_that_is_wrong(fault: str) -> None:
+    with pytest.raises(ContractViolation, match="pages 'k'"):
+        check_op(Spoiled(fault), FUSED["qkv_insert"], pages=reference(), gaps=False)
 
 
 # --- weights --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ def cases_of(spec: OpSpec) -> Iterator[Case]:
             rng = rng_for(f"linear/tokens-{tokens}")
             inputs = {"x": rng.standard_normal((tokens, 64)), "w": rng.standard_normal((48, 64)) * 0.2}
             yield Case(f"linear/tokens-{tokens}", {}, inputs)
+    elif spec.name == "qkv_insert":
+        yield _qkv_insert()
     elif spec.name == "experts":
         for tokens in (1, 16, 17):
             yield _experts(tokens)
@@ -49,6 +51,24 @@ def _experts(tokens: int) -> Case:
     return Case(name, attrs, {"h": h, "ids": ids, "weights": weights, "w": w})
 
 
+def _qkv_insert() -> Case:
+    name, page, dim, width = "qkv_insert/wide", 16, 16, 64
+    rng = rng_for(name)
+    b = batch(rng, [5, 2], [19, 2], page)
+    heads = {"q": 4, "k": 2, "v": 2, "iq": 2, "ik": 1}
+    angle = rng.uniform(0, 6.3, (7, 4))
+    inputs: dict[str, Any] = {"h": rng.standard_normal((7, width)), "slots": b.slot_map}
+    inputs |= {"cos": np.cos(angle), "sin": np.sin(angle)}
+    inputs |= {arg: rng.standard_normal((n * dim, width)) * width**-0.5 for arg, n in heads.items()}
+    inputs |= {f"{arg}_norm": rng.standard_normal(dim) * 0.3 for arg in heads if arg != "v"}
+    state: dict[tuple[int, str], Any] = {
+        (0, kind): rng.standard_normal((b.num_pages, 2, page, dim)) for kind in ("k", "v")
+    }
+    state[0, "index"] = rng.standard_normal((b.num_pages, page, dim))
+    attrs = {"layer": 0, "heads": 4, "kv_heads": 2, "index_heads": 2, "eps": 1e-6}
+    return Case(name, {**attrs, "round_query": True, "round_kv": True, "round_index": True}, inputs, state)
+
+
 def _attention(op: str, name: str, q_lens: list[int], ctx: list[int]) -> Case:
     page, dim, heads, kv_heads, topk = 16, 16, 4, 2, 2
     rng = rng_for(f"{op}/{name}")
@@ -68,13 +88,18 @@ def _attention(op: str, name: str, q_lens: list[int], ctx: list[int]) -> Case:
     return Case(f"{op}/{name}", {"layer": 0, "kv_heads": kv_heads, "scale": dim**-0.5}, inputs, state)
 
 
+def weight_of(case: Case, name: str) -> dict[str, Any]:
+    """One weight argument of a case, by its own slots."""
+    value = case.inputs[name]
+    return dict(value) if isinstance(value, dict) else {"weight": value}
+
+
 def weights_of(case: Case, spec: OpSpec) -> dict[str, Any]:
-    """The weight of a case by slot; empty for an op without one. No op here has two."""
-    for arg in spec.inputs:
-        if arg.kind == "weight":
-            value = case.inputs[arg.name]
-            return dict(value) if isinstance(value, dict) else {"weight": value}
-    return {}
+    """All weights of a case by slot, as `OpInstance.slots` calls them."""
+    names = [arg.name for arg in spec.inputs if arg.kind == "weight"]
+    if len(names) == 1:
+        return weight_of(case, names[0])
+    return {f"{name}.{slot}": value for name in names for slot, value in weight_of(case, name).items()}
 
 
 def storable(spec: OpSpec, slots: Mapping[str, Any]) -> list[str]:
@@ -103,10 +128,12 @@ def instance(spec: OpSpec, case: Case, stored: str, formats: tuple[str, str]) ->
             given.append(StateType("kv", *formats))
         elif arg.kind == "weight":
             decls = {
-                slot: TensorDecl(f"{case.id}.{slot}", np.shape(value), (None,) * np.ndim(value), stored=stored)
-                for slot, value in weights_of(case, spec).items()
+                slot: TensorDecl(
+                    f"{case.id}.{arg.name}.{slot}", np.shape(value), (None,) * np.ndim(value), stored=stored
+                )
+                for slot, value in weight_of(case, arg.name).items()
             }
-            given.append(WeightDecl(case.id, decls))
+            given.append(WeightDecl(f"{case.id}.{arg.name}", decls))
         else:
             shape = _symbolic(arg.layout, np.shape(case.inputs[arg.name]), arg.name)
             given.append(TensorType(shape, arg.layout, arg.dtype))
