@@ -239,8 +239,9 @@ def test_it_keeps_the_rules_of_the_contract(session: Session, seed: int) -> None
         check_release(session, op, {s: tiny.held(t.name, values[t.name]) for s, t in op.slots.items()})
     linear = next(call.op for call in graph.calls if call.op.spec.name == "linear")
     check_linear_arithmetic(session, linear, STEP, seed=seed)
-    plan = session.compile(compiled(session, text, values).bind(STEP), STEP)
+    bound = compiled(session, text, values).bind(STEP)
     batches = [StepBatch.allocate(STEP, session.device) for _ in range(3)]
     for batch, lengths in zip(batches, ([9, 7], [1, 2, 3], [16]), strict=True):
         filled(batch, seed, lengths)
-    check_fixed_buffers(plan, batches, session.kv_layout(KVSpec.of(text, "float32", "float32")).allocate(16))
+    cache = session.kv_layout(KVSpec.of(text, "float32", "float32")).allocate(16)
+    assert check_fixed_buffers(session, bound, STEP, batches, cache) > 20

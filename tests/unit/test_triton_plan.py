@@ -10,7 +10,6 @@ import pytest
 import torch
 from tests.unit.test_triton_session import TEXT, engine, processor
 
-from m31.conformance.contract import check_fixed_buffers
 from m31.engine.engine import Engine
 from m31.formats.layout import ScaleOrder
 from m31.graph import DefaultPlan, StepBatch, StepClass
@@ -167,7 +166,7 @@ def test_another_batch_and_another_cache_are_refused() -> None:
         plan.run(StepBatch.allocate(DECODE, torch.device("cpu")), cache)
     with pytest.raises(CaptureMismatch, match=r"pages 0\.k\.values: .*keep its cache"):
         plan.run(batch, cache_of(own))
-    check_fixed_buffers(plan, [batch] * 3, cache)
+    assert len({plan.run(batch, cache).data_ptr() for _ in range(3)}) == 1
 
 
 def test_a_launch_that_would_differ_is_found_without_running(monkeypatch: pytest.MonkeyPatch) -> None:

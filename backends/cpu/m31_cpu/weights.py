@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,26 @@ class _Matrix:
         return (self.codes.data_ptr(), per_row, *scale)
 
 
+class _Decoded(Mapping[str, torch.Tensor]):
+    """Slot -> values, decoded on access and not kept."""
+
+    def __init__(self, matrices: Mapping[str, _Matrix]) -> None:
+        self._matrices = matrices
+
+    def __getitem__(self, slot: str) -> torch.Tensor:
+        matrix = self._matrices[slot]
+        if matrix.scale is None:
+            return matrix.codes
+        unscaled = nvfp4.decode(matrix.codes, matrix.scale, torch.ones(1), torch.float64)
+        return unscaled / matrix.divisor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._matrices)
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
     """The experts of one layer, as the checkpoint stores them.
@@ -43,7 +63,7 @@ class ExpertWeights:
         stored: how w1 and w3 are stored, and how w2 is.
         table: [3 * experts, WEIGHT_FIELDS] int64, addresses for the kernels.
         divisors: [3 * experts] float32, global encode scales; 1 for bfloat16.
-        in_place: slots whose bytes are mapped; the others were misaligned in the file and are held as copies.
+        in_place: slots with bytes that are read in the file; what was misaligned there is held as a copy.
     """
 
     stored: tuple[Stored, Stored]
@@ -60,16 +80,10 @@ class ExpertWeights:
         """How many."""
         return len(self.divisors) // len(MATRICES)
 
-    def dequantise(self) -> dict[str, torch.Tensor]:
-        """See `WeightHandle.dequantise`: NVFP4 in float64, which holds E2M1 * E4M3 / G to its last place but one."""
-        return {slot: self._values(slot) for slot in self._sources}
-
-    def _values(self, slot: str) -> torch.Tensor:
-        matrix = self._matrices[slot]
-        if matrix.scale is None:
-            return matrix.codes
-        unscaled = nvfp4.decode(matrix.codes, matrix.scale, torch.ones(1), torch.float64)
-        return unscaled / matrix.divisor
+    def dequantise(self) -> Mapping[str, torch.Tensor]:
+        """See `WeightHandle.dequantise`: decoded on each access, NVFP4 in float64, which holds E2M1 * E4M3 / G to its
+        last place but one. All experts of a published layer would be 29 GB."""
+        return _Decoded(self._matrices)
 
     def refuse_damage(self, chosen: NDArray[np.int64]) -> None:
         """Say what is wrong with a weight that a kernel found damaged.
@@ -132,26 +146,30 @@ def expert_weights(slots: Mapping[str, LazyTensor], stored: tuple[Stored, Stored
 
 def copied_bytes(tensor: LazyTensor) -> int:
     """Bytes that holding this tensor allocates: none where its data are mapped."""
-    parts = [_mapped(part) for role, part in tensor.parts().items() if role in ("weight", "packed", "scale")]
+    parts = [_loaded(part) for role, part in tensor.parts().items() if role in ("weight", "packed", "scale")]
     return sum(value.numel() * value.element_size() for value, mapped in parts if not mapped)
 
 
 def _matrix(tensor: LazyTensor) -> _Matrix:
     parts = tensor.parts()
     if tensor.format == "plain":
-        codes, mapped = _mapped(parts["weight"])
+        codes, mapped = _held(parts["weight"])
         return _Matrix(codes, None, 1.0, mapped)
-    codes, codes_mapped = _mapped(parts["packed"])
-    scale, scale_mapped = _mapped(parts["scale"])
-    return _Matrix(codes, scale, float(parts["global_scale"].load()), codes_mapped and scale_mapped)
+    codes, codes_mapped = _held(parts["packed"])
+    scale, scale_mapped = _held(parts["scale"])
+    return _Matrix(codes, scale, float(parts["global_scale"].load()), codes_mapped or scale_mapped)
 
 
-def _mapped(part: StoredPart) -> tuple[torch.Tensor, bool]:
-    """The stored tensor, and whether it is the file's own bytes: those have one address, copies have two.
+def _held(part: StoredPart) -> tuple[torch.Tensor, bool]:
+    """The stored tensor as it is kept, and whether that is the file's own bytes. Else it is a copy of our own: whose
+    the loaded one is, and what else it keeps alive, nobody says."""
+    value, mapped = _loaded(part)
+    return (value, True) if mapped else (value.clone(memory_format=torch.contiguous_format), False)
 
-    Its columns lie side by side; its rows may have gaps, as in a part of a tensor.
-    """
+
+def _loaded(part: StoredPart) -> tuple[torch.Tensor, bool]:
+    """The stored tensor, and whether a kernel can read it where it lies in the file: mapped bytes have one address,
+    copies have two. Columns must lie side by side; rows may have gaps, as in a part of a tensor."""
     value, again = part.load(), part.load()
-    if value.dim() == 2 and value.stride(1) != 1 and value.shape[1] > 1:
-        value = value.contiguous()
-    return value, value.data_ptr() == again.data_ptr() and value.numel() > 0
+    mapped = value.numel() > 0 and value.data_ptr() == again.data_ptr()
+    return value, mapped and (value.dim() != 2 or value.stride(1) == 1 or value.shape[1] == 1)

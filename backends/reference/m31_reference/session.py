@@ -33,6 +33,12 @@ def _stored(op: OpInstance) -> str | None:
     return next(iter(op.slots.values())).stored
 
 
+def _mapped(tensor: LazyTensor) -> bool:
+    """Whether a plain tensor is read where it lies in its file: mapped bytes have one address, copies have two."""
+    value, again = tensor.load(), tensor.load()
+    return value.data_ptr() == again.data_ptr()
+
+
 class ReferenceSession(Session):
     """Plain torch in float32, or float64 on request."""
 
@@ -104,11 +110,13 @@ class ReferenceSession(Session):
             if experts and value.dtype != self.dtypes["model"]:
                 lazy[slot] = tensor  # 128 experts of a layer are not converted for the few that a token takes
             else:
-                held[slot] = value.to(device=self.device, dtype=self.dtypes["model"])
+                made = value.to(device=self.device, dtype=self.dtypes["model"])
+                # What is no part of the file is not kept as it was given: whose memory that is, nobody says.
+                held[slot] = made.clone() if made is value and not _mapped(tensor) else made
         scales: dict[str, torch.Tensor] = {}
         if experts and self.numerics.expert_middle == "nvfp4-static":
             scales = {slot: self._input_scale(op, tensor) for slot, tensor in slots.items() if slot.startswith("w2.")}
-        # On the host a plain tensor of the compute dtype is the mapping itself.
+        # On the host a plain tensor of the compute dtype is the mapping itself, unless it lies misaligned in its file.
         mapped = {slot for slot in held if not self._converted(op, slots[slot])}
         return Weights(
             tensors=Decoded(held, lazy, self.decoded, self._decode),
@@ -193,10 +201,10 @@ class ReferenceSession(Session):
         return sum(math.prod(t.shape) * size for t in slots.values() if self._converted(op, t))
 
     def _converted(self, op: OpInstance, tensor: LazyTensor) -> bool:
-        """Whether `prepare` holds a converted copy, where the host could map the file."""
+        """Whether `prepare` holds a copy, converted or not, where the host could map the file."""
         if tensor.format != "plain" or (op.spec.name == "experts" and tensor.dtype != self.dtypes["model"]):
             return False
-        return tensor.dtype != self.dtypes["model"] or self.device.type != "cpu"
+        return tensor.dtype != self.dtypes["model"] or self.device.type != "cpu" or not _mapped(tensor)
 
 
 class ReferenceBackend(Backend):

@@ -8,6 +8,8 @@ one of each operand if the kernel rounds them (DESIGN.md §7).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +28,8 @@ _SIGNIFICAND = {
     "mxfp8": 4,
     "e2m1": 2,
 }
+KNOWN = frozenset(_SIGNIFICAND)
+"""Formats with a precision."""
 CONSTANT = 4.0
 """c: standard deviations of the random walk that are allowed. The conformance suite justifies it by measurement."""
 
@@ -51,8 +55,15 @@ def bound(arithmetic: Arithmetic, reference: F64, magnitude: F64, terms: int, *,
         terms: K.
         given: format of the values that it was given: an operand format at least as fine rounds nothing.
     """
-    x, _, w = arithmetic.operands.partition("*")
-    rounding = sum(roundoff(o) for o in (x, w or x) if roundoff(o) > roundoff(given))
-    accumulation = CONSTANT * terms**0.5 * roundoff(arithmetic.accumulate)
-    allowed: F64 = roundoff(arithmetic.output) * np.abs(reference) + (accumulation + rounding) * magnitude
+    allowed: F64 = roundoff(arithmetic.output) * np.abs(reference) + unit(arithmetic, terms, given=given) * magnitude
     return allowed
+
+
+def unit(arithmetic: Arithmetic, terms: int, *, given: str) -> float:
+    """The part of the bound that the sum of magnitudes is multiplied with. Of several products (`a*b, c*d`) the
+    coarsest counts."""
+    rounding = 0.0
+    for product in arithmetic.operands.split(", "):
+        x, _, w = product.partition("*")
+        rounding = max(rounding, sum(roundoff(o) for o in (x, w or x) if roundoff(o) > roundoff(given)))
+    return CONSTANT * math.sqrt(max(terms, 1)) * roundoff(arithmetic.accumulate) + rounding

@@ -38,12 +38,16 @@ class Weights:
 
 
 def stays_in_file(tensor: LazyTensor) -> bool:
-    """Whether a stored tensor is used where it lies."""
-    return tensor.format == "plain" and tensor.dtype == torch.float32
+    """Whether a stored tensor is used where it lies: mapped bytes have one address, the copies that a reader makes of
+    what is misaligned have two."""
+    if tensor.format != "plain" or tensor.dtype != torch.float32:
+        return False
+    value, again = tensor.load(), tensor.load()
+    return value.data_ptr() == again.data_ptr()
 
 
 def decoded_bytes(slots: Mapping[str, LazyTensor]) -> int:
-    """Bytes that `prepare` allocates: four per element of whatever is not float32 already."""
+    """Bytes that `prepare` allocates: four per element of whatever is not float32 in its file."""
     return sum(4 * math.prod(t.shape) for t in slots.values() if not stays_in_file(t))
 
 
@@ -53,8 +57,12 @@ def prepare(slots: Mapping[str, LazyTensor]) -> Weights:
     Raises:
         NonFiniteWeight: a value is NaN or infinite, or an NVFP4 block scale has a sign.
     """
+    mapped = frozenset(slot for slot, tensor in slots.items() if stays_in_file(tensor))
     arrays = {slot: _values(tensor) for slot, tensor in slots.items()}
-    return Weights(arrays, frozenset(slot for slot, tensor in slots.items() if stays_in_file(tensor)))
+    for slot, tensor in slots.items():
+        if tensor.format == "plain" and tensor.dtype == torch.float32 and slot not in mapped:
+            arrays[slot] = arrays[slot].copy()  # nobody says whose memory a copy is that was given
+    return Weights(arrays, mapped)
 
 
 def _values(tensor: LazyTensor) -> Array:

@@ -1,0 +1,201 @@
+"""How far the result of each op may be from its definition, element by element, from the declared arithmetic.
+
+Where an op is not a sum of products the bound of its parts is passed on, to first order and with absolute values. u is
+the rounding of the accumulation, u_out that of the result, and unit(K) = c sqrt(K) u + rounding of operands, as in
+`m31.conformance.bounds`:
+
+    add, all_reduce   u_out |z| + u (|x| + |y|)
+    norms             (u_out + unit(K) + 8 u) |x / rms| (1 + |w|): the mean, its root, the product
+    rope              bound of a sum of two products; channels that are not rotated are exact
+    rope_table        4 x 2^-24, whatever the compute dtype: the table is defined in float32
+    swiglu_oai        (8 u (1 + |alpha g|) + u_out) (|u| + beta) |g| sigmoid: an exponential magnifies by its argument
+    block_scores      that of the largest product of the block
+    router            a score: unit(K) |h|.|w| / 4 + 4 u, the slope of a sigmoid being at most 1/4; ids may differ where
+                      two scores are closer than that, and not equal
+    experts           gate and up as sums, passed on with the activation's slopes (<= 1.1 and |g|), then w2 as a sum
+    attention         logits as sums; a softmax passes an error d on as 2 d of each weight; values as a sum
+
+What lies between two products is an operand of the second and may be rounded as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from m31.conformance.bounds import CONSTANT, F64, roundoff, unit
+from m31.graph import Arithmetic
+from m31.ops import Attrs
+from m31.ops.moe import activation
+from m31.ops.select import sequences
+
+_SLOPE = 1.1
+"""Largest slope of g sigmoid(alpha g)."""
+_DEFINITION = 2.0**-51
+"""How far the definition's own sigmoid may be off: 1 + tanh cancels where it is small."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """One call: what the kernel was given, in float64, and how it computes.
+
+    Args:
+        attrs: of the op.
+        args: its inputs in order; a weight by slot, a state as in `Case.state`.
+        expected: what `naive` makes of them.
+        arithmetic: as declared.
+        format: of the data that it was given.
+    """
+
+    attrs: Attrs
+    args: Sequence[Any]
+    expected: Sequence[Any]
+    arithmetic: Arithmetic
+    format: str
+
+    @property
+    def u(self) -> float:
+        """Of the accumulation."""
+        return roundoff(self.arithmetic.accumulate)
+
+    @property
+    def out(self) -> float:
+        """Of the result."""
+        return roundoff(self.arithmetic.output)
+
+    def unit(self, terms: int) -> float:
+        """See `bounds.unit`."""
+        return unit(self.arithmetic, terms, given=self.format)
+
+    def inner(self, terms: int) -> float:
+        """The same of a product of values that the kernel computed itself, in the accumulation's format."""
+        return unit(self.arithmetic, terms, given=self.arithmetic.accumulate)
+
+    @property
+    def rounding(self) -> float:
+        """Of values between two products: they are operands of what follows, and rounded as such."""
+        return self.inner(1) - CONSTANT * self.u
+
+
+def _add(g: Given) -> tuple[F64, ...]:
+    return (g.out * np.abs(g.expected[0]) + g.u * sum(np.abs(x) for x in g.args),)
+
+
+def _linear(g: Given) -> tuple[F64, ...]:
+    x, w = g.args
+    magnitude = np.abs(x) @ np.abs(w["weight"]).T
+    return (g.out * np.abs(g.expected[0]) + g.unit(x.shape[1]) * magnitude,)
+
+
+def _norm(g: Given) -> tuple[F64, ...]:
+    x, w = g.args
+    x = x.reshape(g.expected[0].shape)
+    ratio = np.abs(x) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + g.attrs["eps"])
+    return ((g.out + g.unit(x.shape[-1]) + 8 * g.u) * ratio * (1 + np.abs(w["weight"])),)
+
+
+def _rope(g: Given) -> tuple[F64, ...]:
+    x, cos, sin = (np.abs(value) for value in g.args)
+    half = cos.shape[1]
+    both = x[..., :half] * cos[:, None] + x[..., half : 2 * half] * sin[:, None]
+    crossed = x[..., half : 2 * half] * cos[:, None] + x[..., :half] * sin[:, None]
+    allowed = np.zeros_like(x)
+    allowed[..., : 2 * half] = g.unit(2) * np.concatenate([both, crossed], axis=-1)
+    allowed[..., : 2 * half] += g.out * np.abs(g.expected[0])[..., : 2 * half]
+    return (allowed,)
+
+
+def _rope_table(g: Given) -> tuple[F64, ...]:
+    return tuple(np.full(value.shape, 4 * 2.0**-24) for value in g.expected)
+
+
+def _swiglu(g: Given) -> tuple[F64, ...]:
+    gate, up = g.args
+    bounded = np.minimum(gate, g.attrs["limit"])
+    opened = np.abs(np.clip(up, -g.attrs["limit"], g.attrs["limit"])) + abs(g.attrs["beta"])
+    sigmoid = 0.5 * (1 + np.tanh(0.5 * g.attrs["alpha"] * bounded))
+    relative = 8 * g.u * (1 + np.abs(g.attrs["alpha"] * bounded)) + g.out + g.rounding
+    return (opened * np.abs(bounded) * (relative * sigmoid + _DEFINITION),)
+
+
+def _experts(g: Given) -> tuple[F64, ...]:
+    h, ids, weights, w = g.args
+    alpha, limit, factor = g.attrs["alpha"], g.attrs["limit"], g.attrs["routed_scaling_factor"]
+    allowed = g.out * np.abs(g.expected[0])
+    for t in range(len(h)):
+        for e, p in zip(ids[t], weights[t], strict=True):
+            w1, w3, w2 = (w[f"{m}.{e}"] for m in ("w1", "w3", "w2"))
+            gate, up = w1 @ h[t], w3 @ h[t]
+            off_gate, off_up = (
+                g.unit(len(h[t])) * (np.abs(m) @ np.abs(h[t])) + g.rounding * np.abs(x)
+                for m, x in ((w1, gate), (w3, up))
+            )
+            bounded, clipped = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            act = activation(gate, up, g.attrs)
+            off = (np.abs(clipped) + abs(g.attrs["beta"])) * _SLOPE * off_gate + np.abs(bounded) * off_up
+            off += (8 * g.u * (1 + np.abs(alpha * bounded)) + g.rounding) * np.abs(act)
+            product = np.abs(w2) @ (off + g.inner(len(act)) * np.abs(act))
+            allowed[t] += abs(factor * p) * (product + (4 * g.u + g.rounding) * np.abs(w2 @ act))
+    return (allowed,)
+
+
+def _block_scores(g: Given) -> tuple[F64, ...]:
+    q, kv, positions, cu_q, _, table = g.args
+    keys = kv[g.attrs["layer"], "index"]
+    magnitude = np.zeros(g.expected[0].shape)
+    for s, rows in sequences(cu_q):
+        for t in rows:
+            for b in range(int(positions[t]) // keys.shape[1] + 1):
+                seen = keys[table[s, b], : int(positions[t]) - b * keys.shape[1] + 1]
+                magnitude[t, :, b] = np.nan_to_num(np.abs(q[t]) @ np.abs(seen).T).max(-1)
+    finite = np.where(np.isfinite(g.expected[0]), g.expected[0], 0)
+    return (g.out * np.abs(finite) + g.unit(q.shape[2]) * magnitude,)
+
+
+def _attention(g: Given) -> tuple[F64, ...]:
+    q, kv, *blocks, positions, cu_q, _, table = g.args
+    keys, values, scale = kv[g.attrs["layer"], "k"], kv[g.attrs["layer"], "v"], g.attrs["scale"]
+    page, dim, group = keys.shape[2], q.shape[2], q.shape[1] // g.attrs["kv_heads"]
+    allowed = g.out * np.abs(g.expected[0])
+    for s, rows in sequences(cu_q):
+        for t in rows:
+            for j in range(q.shape[1]):
+                h, at = j // group, np.arange(int(positions[t]) + 1)
+                at = at[np.isin(at // page, blocks[0][t, h])] if blocks else at
+                k, v = (x[table[s, at // page], h, at % page] for x in (keys, values))
+                logits = k @ q[t, j] * scale
+                weight = np.exp(logits - logits.max())
+                weight /= weight.sum()
+                off = g.unit(dim) * scale * (np.abs(k) @ np.abs(q[t, j]))
+                off += 4 * g.u * (1 + np.abs(logits - logits.max()))
+                share = weight * (off + off.max()) + weight * g.inner(len(at))
+                allowed[t, j * dim : (j + 1) * dim] += (share + 4 * g.u * weight) @ np.abs(v)
+    return (allowed,)
+
+
+def score_bound(g: Given) -> tuple[F64, F64]:
+    """Of the router: scores [T,E], and how far each may be off."""
+    h, w = g.args
+    score = 0.5 * (1 + np.tanh(0.5 * (h @ w["weight"].T)))
+    return score, g.unit(h.shape[1]) * (np.abs(h) @ np.abs(w["weight"]).T) / 4 + 4 * g.u
+
+
+BOUNDS: Mapping[str, Callable[[Given], tuple[F64, ...]]] = {
+    "add": _add,
+    "all_reduce": _add,
+    "linear": _linear,
+    "lm_head": _linear,
+    "gemma_rmsnorm": _norm,
+    "head_rmsnorm": _norm,
+    "rope": _rope,
+    "rope_table": _rope_table,
+    "swiglu_oai": _swiglu,
+    "experts": _experts,
+    "block_scores": _block_scores,
+    "sparse_attention": _attention,
+    "dense_attention": _attention,
+}
+"""By op: all with the criterion `bound` but the router, whose ids decide what its weights are."""
