@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,8 +15,6 @@ from m31.graph.plan import Kernel, RunKernel, WeightHandle
 from m31.graph.trace import ModelGraph, OpInstance, infer
 from m31.ops import StateType, TensorType, WeightDecl
 from m31.ops.body import FusedOp
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,17 +84,34 @@ class PartHandles:
     @property
     def in_place(self) -> frozenset[str]:
         """See `WeightHandle.in_place`."""
-        return frozenset(self._named({arg: dict.fromkeys(handle.in_place) for arg, handle in self.parts.items()}))
+        return frozenset(self._slots({arg: handle.in_place for arg, handle in self.parts.items()}))
 
-    def dequantise(self) -> dict[str, torch.Tensor]:
+    def dequantise(self) -> Mapping[str, torch.Tensor]:
         """See `WeightHandle.dequantise`."""
-        return self._named({arg: handle.dequantise() for arg, handle in self.parts.items()})
+        values = {arg: handle.dequantise() for arg, handle in self.parts.items()}
+        return _Lazily({slot: (values[arg], own) for slot, (arg, own) in self._slots(values).items()})
 
-    def _named(self, values: Mapping[str, Mapping[str, V]]) -> dict[str, V]:
-        """By the slots of the fused instance, see `OpInstance.slots`."""
-        if len(values) == 1:
-            return dict(next(iter(values.values())))
-        return {f"{arg}.{slot}": value for arg, slots in values.items() for slot, value in slots.items()}
+    def _slots(self, values: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, str]]:
+        """Slot of the fused instance (`OpInstance.slots`) -> weight argument and the part's own slot."""
+        several = len(values) > 1
+        return {f"{arg}.{own}" if several else own: (arg, own) for arg, slots in values.items() for own in slots}
+
+
+class _Lazily(Mapping[str, torch.Tensor]):
+    """Values of several mappings under other names, read when they are asked for."""
+
+    def __init__(self, places: Mapping[str, tuple[Mapping[str, torch.Tensor], str]]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        values, key = self._places[name]
+        return values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def prepare_parts(
