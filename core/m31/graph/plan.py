@@ -168,6 +168,13 @@ class Plan(Protocol):
         """Run one step; returns logits [rows, V], valid until the next run."""
 
 
+class ExtraOutputs(Protocol):
+    """What a plan of a graph with `extras` gives besides; only backends that draft make such plans."""
+
+    def extra(self, name: str) -> torch.Tensor:
+        """An extra output of the last run, as large as that step was; valid until the next run."""
+
+
 Buffers = list[Any]
 
 
@@ -204,11 +211,13 @@ class DefaultPlan:
         self._workspace = torch.empty(need, dtype=torch.uint8, device=device) if need else None
         self._buffers = self._allocate(dtypes, device)
         self._views: dict[StepSize, Buffers] = {}
+        self._extras: dict[str, torch.Tensor] = {}
 
     def _allocate(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, torch.Tensor]:
         """One buffer per computed value, shared between values whose lives do not overlap."""
         last = {name: i for i, call in enumerate(self._graph.calls) for name in call.reads}
-        last[self._graph.output] = len(self._graph.calls)
+        for output in (self._graph.output, *self._graph.extras.values()):
+            last[output] = len(self._graph.calls)
         free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         buffers: dict[str, torch.Tensor] = {}
         for i, call in enumerate(self._graph.calls):
@@ -253,8 +262,13 @@ class DefaultPlan:
         env[self._index["kv"]] = cache
         for run, writes, reads, handle in self._line:
             run([env[i] for i in writes], [env[i] for i in reads], handle, self._workspace)
+        self._extras = {name: env[self._index[value]] for name, value in self._graph.extras.items()}
         logits: torch.Tensor = env[self._index[self._graph.output]]
         return logits
+
+    def extra(self, name: str) -> torch.Tensor:
+        """See `ExtraOutputs.extra`."""
+        return self._extras[name]
 
 
 def _narrowed(buffer: torch.Tensor, value: TensorType, size: StepSize) -> torch.Tensor:
