@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from m31 import sdk
-from m31.checkpoint import Checkpoint
+from m31.checkpoint import Checkpoint, DraftCheckpoint
+from m31.checkpoint.draft import FOLDER, PREFIX
+from m31.config import Draft
 from m31.engine.compiler import Compiler, whole
+from m31.engine.drafting import DraftCompilers
 from m31.errors import BackendRefused, ContractViolation, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
-from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace
-from m31.sdk.backend import KVSpec, Limits, Session, stored_as
+from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace, trace_draft
+from m31.sdk.backend import KVFormat, KVSpec, LazyTensor, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
@@ -116,6 +119,16 @@ class Opened:
     limits: Limits
     spec: KVSpec
     compiler: Compiler
+    draft: OpenedDraft | None
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedDraft:
+    """The checkpoint's draft head on the same backend."""
+
+    config: Draft
+    spec: KVSpec
+    compilers: DraftCompilers
 
 
 def open_model(
@@ -128,6 +141,7 @@ def open_model(
     index_dtype: str | None,
     v_scale_order: str | None,
     arithmetic: str | None,
+    draft: int | None,
     options: Mapping[str, int],
 ) -> Opened:
     """Validate a folder, open a backend for it, and trace the model for the two. Arguments and errors: `m31.load`."""
@@ -147,14 +161,51 @@ def open_model(
     kv_format = _listed("KV format", kv_dtype, _first(usual, limits.kv_formats), manifest.name)
     index_format = _listed("index key format", index_dtype, _first(usual, limits.index_formats), manifest.name)
     spec = KVSpec.of(text, kv_format, index_format, _order(v_scale_order, kv_format))
-    graph = trace(
-        text,
-        _rounding(session, spec),
-        lambda tensor: stored_as(checkpoint.tensor(tensor)),
-        (kv_format, index_format),
-    )
-    compiler = Compiler(serving, graph, text, whole(serving, checkpoint.tensor))
-    return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler)
+    head = None if draft is None else _draft_head(checkpoint, draft, limits, manifest.name)
+
+    def tensor(name: str) -> LazyTensor:
+        return head.tensor(name) if head is not None and name.startswith(PREFIX) else checkpoint.tensor(name)
+
+    def stored(name: str) -> str:
+        return stored_as(tensor(name))
+
+    taps = () if head is None else head.config.target_layer_ids
+    graph = trace(text, _rounding(session, spec), stored, (kv_format, index_format), taps)
+    weights = whole(serving, tensor)
+    compiler = Compiler(serving, graph, text, weights)
+    opened = None
+    if head is not None and draft is not None:
+        exact = session.numerics.same_numbers(NAMED["exact"])
+        own = KVSpec.of_draft(head.config, spec, _compute(session) if exact else "bfloat16")
+        pages = own.kv_format, own.index_format
+        graphs = trace_draft(head.config, _rounding(session, own), stored, pages)
+        opened = OpenedDraft(head.config, own, DraftCompilers(graphs, serving, weights, draft))
+    return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler, opened)
+
+
+def _draft_head(checkpoint: Checkpoint, tokens: int, limits: Limits, who: str) -> DraftCheckpoint:
+    """The head, if it and the backend draft so many tokens."""
+    if tokens < 1:
+        raise RequestError(f"draft is {tokens!r}", expected="a positive number of tokens, or nothing for no drafting")
+    if limits.draft_tokens < tokens:
+        most = f"at most {limits.draft_tokens}" if limits.draft_tokens else "no drafting"
+        raise BackendRefused(
+            f"does not draft {tokens} tokens",
+            where=f"backend {who}",
+            expected=most,
+            fix="draft fewer, or choose another backend with --backend",
+        )
+    head = checkpoint.draft
+    if head is None:
+        raise RequestError(
+            f"draft is {tokens}, and this checkpoint has no draft head",
+            where=str(checkpoint.folder),
+            expected=f"a folder '{FOLDER}' in it",
+            fix="leave --draft out",
+        )
+    if tokens > head.config.block_size:
+        raise RequestError(f"draft is {tokens}", expected=f"at most {head.config.block_size}, the block of this head")
+    return head
 
 
 def fallback_note(name: str, assigned: Iterable[tuple[OpInstance, Assigned]]) -> Iterator[str]:
@@ -190,6 +241,12 @@ def _order(name: str | None, kv_format: str) -> ScaleOrder:
             f"v_scale_order is '{name}' with {kv_format} pages", expected="nvfp4 pages: others have no V scales"
         )
     return "token_quad"
+
+
+def _compute(session: Session) -> KVFormat:
+    """The compute dtype, as the format of pages."""
+    name = str(session.dtypes["model"]).removeprefix("torch.")
+    return "float64" if name == "float64" else "float32" if name == "float32" else "bfloat16"
 
 
 def _rounding(session: Session, spec: KVSpec) -> Rounding:
