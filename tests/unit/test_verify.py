@@ -86,11 +86,11 @@ def drafted(tokens: list[int], temperature: float = 1.0, seed: int = 0) -> Draft
     ],
 )
 def test_every_position_of_a_verified_block_has_the_targets_distribution(params: dict[str, Any]) -> None:
-    """Two drafts and a bonus, 20,000 seeds: the first token, and the second given the first, as without drafting."""
+    """Two drafts and a bonus, 8,000 seeds: the first token, and the second given the first, as without drafting."""
     rng = np.random.default_rng(2)
     logits = torch.tensor(rng.standard_normal((3, V)) * 1.5, dtype=torch.float32)
     chances = [softmax(rng.standard_normal(V)) for _ in range(2)]
-    runs = 20_000
+    runs = 8_000
     u = [uniforms(seed, 0, np.arange(runs), Purpose.DRAFT) for seed in (1, 2)]
     first = np.zeros(V)
     second = np.zeros((V, V))
@@ -106,7 +106,7 @@ def test_every_position_of_a_verified_block_has_the_targets_distribution(params:
     assert chi_square(first, distribution(logits[0].double().numpy(), lone)) < LIMIT
     # Only first tokens that were kept have a second one in this step; given the first, it is distributed as p of row 1.
     for token in range(V):
-        if second[token].sum() > 500:
+        if second[token].sum() > 300:
             row = logits[1].double().numpy().copy()
             row[token] -= penalty
             assert chi_square(second[token], distribution(row, lone)) < LIMIT
