@@ -179,7 +179,7 @@ def test_alternating() -> None:
 @pytest.mark.parametrize("answer", [right, wrong])
 @pytest.mark.parametrize("new", range(1, 12))
 def test_max_tokens_inside_a_draft(answer: Callable[[int], int], new: int) -> None:
-    """Never more is drafted than may still be generated, so that the sequence stays within the pages it was promised."""
+    """Never more is drafted than may still be generated: the sequence stays within the pages it was promised."""
     engine, drafter = told(answer)
     sequence = ask(prompt(6), new)
     finish(engine, sequence)
@@ -275,11 +275,13 @@ def test_sampled_text_is_distributed_as_without_drafting() -> None:
     assert sum(want.values()) == pytest.approx(1)
     runs = 700
     counts = dict.fromkeys(want, 0)
-    for seed in range(runs):
-        sequence = ask(ids, 3, seed=seed, **kind)
-        finish(engine, sequence)
-        _, b, c = tokens(sequence)
-        counts[b, c] += 1
+    for start in range(0, runs, 25):  # company changes nothing and saves time
+        batch = [ask(ids, 3, seed=seed, **kind) for seed in range(start, start + 25)]
+        finish(engine, *batch)
+        assert all(s.tally.verifies == 1 for s in batch)
+        for sequence in batch:
+            _, b, c = tokens(sequence)
+            counts[b, c] += 1
     cells = [key for key, p in want.items() if p * runs >= 5]
     observed = np.array([*(counts[key] for key in cells), runs - sum(counts[key] for key in cells)])
     expected = np.array([*(want[key] * runs for key in cells), runs * (1 - sum(want[key] for key in cells))])
