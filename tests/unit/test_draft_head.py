@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_taps_are_the_residual_streams_and_change_nothing_else() -> None:
     seen: list[torch.Tensor] = []
 
     class Nobody:
-        tokens, caches = 1, ()
+        tokens, caches, fallback_calls = 1, (), Counter[str]()
 
         def draft(self, *args: Any) -> Any:
             raise AssertionError("nothing is generated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,7 @@ class Told:
 
     def __init__(self, answer: Callable[[int], int], count: int = 4) -> None:
         self.tokens, self.caches, self.answer = count, (), answer
+        self.fallback_calls = Counter[str]()
         self.learnt: dict[int, int] = {}
         self.asked: list[int] = []
 

@@ -6,6 +6,7 @@ target made of it, and never from a draft. So a page that is shared, copied or f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -29,10 +30,12 @@ class Drafter(Protocol):
     Attributes:
         tokens: most tokens of one draft.
         caches: pages of its own, on the ids of the target's.
+        fallback_calls: calls of which op ran on another backend than the chosen one; the engine adds its own.
     """
 
     tokens: int
     caches: Sequence[KVCache]
+    fallback_calls: Counter[str]
 
     def draft(self, anchor: int, count: int, pages: Sequence[int], state: RowState) -> Drafted:
         """`count` tokens for the positions from `state.position` on.
@@ -91,13 +94,14 @@ class DraftHead:
     def __init__(self, compilers: DraftCompilers, cache: KVCache, *, page_tokens: int, noise: int) -> None:
         self.cache, self.page_tokens, self.noise = cache, page_tokens, noise
         self.caches: Sequence[KVCache] = (cache,)
+        self.fallback_calls = Counter[str]()
         self.tokens, self._device = compilers.tokens, compilers.device
         self._context, self._block, self._markov = compilers.context, compilers.block, compilers.markov
 
     def learn(self, taps: torch.Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
         """See `Drafter.learn`; MODEL.md §5.1."""
         count = len(positions)
-        plan, batch, _ = self._context.plan(_learning(count))
+        plan, batch, fallbacks = self._context.plan(_learning(count))
         assert isinstance(batch, DraftBatch)
         batch.fill(
             tokens=[0] * count,  # only the taps say what the tokens are
@@ -110,6 +114,7 @@ class DraftHead:
         )
         batch.given = {"taps": taps}
         plan.run(batch, self.cache)
+        self.fallback_calls.update(fallbacks)
 
     def draft(self, anchor: int, count: int, pages: Sequence[int], state: RowState) -> Drafted:
         """See `Drafter.draft`; MODEL.md §5.2 and §5.3. A shorter draft is a shorter block.
@@ -124,7 +129,7 @@ class DraftHead:
         prev = anchor
         # Temperature only: other filters belong to the target.
         plainly = replace(state.params, top_k=0, top_p=1.0, min_p=0.0)
-        plan, batch, _ = self._markov.plan(_MARKOV)
+        plan, batch, fallbacks = self._markov.plan(_MARKOV)
         assert isinstance(batch, DraftBatch)
         batch.fill(tokens=[], positions=[], q_lens=[], seq_lens=[], slot_map=[], page_table=[], out_rows=[0])
         for row in range(count):
@@ -135,6 +140,7 @@ class DraftHead:
             }
             logits = plan.run(batch, self.cache)[0].double().cpu().numpy()
             here = replace(state, position=state.position + row)
+            self.fallback_calls.update(fallbacks)
             check_finite(logits, here)
             if state.params.greedy:
                 prev = int(np.argmax(logits))
@@ -148,7 +154,7 @@ class DraftHead:
     def _pass(self, anchor: int, count: int, length: int, pages: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Base logits [count,V] and hidden rows [count,C] of one block behind `length` committed tokens."""
         held = list(pages[: -(-length // self.page_tokens)])
-        plan, batch, _ = self._block.plan(_blocks(count, len(held)))
+        plan, batch, fallbacks = self._block.plan(_blocks(count, len(held)))
         batch.fill(
             tokens=[anchor] + [self.noise] * (count - 1),
             positions=range(length, length + count),
@@ -158,7 +164,9 @@ class DraftHead:
             page_table=[held],
             out_rows=range(count),
         )
-        return plan.run(batch, self.cache), extra(plan, "hidden")
+        base = plan.run(batch, self.cache)
+        self.fallback_calls.update(fallbacks)
+        return base, extra(plan, "hidden")
 
 
 def extra(plan: Plan, name: str) -> torch.Tensor:

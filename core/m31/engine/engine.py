@@ -57,7 +57,8 @@ class Engine:
     ) -> None:
         self.compiler, self.cache, self.page_tokens, self.chunk_tokens = compiler, cache, page_tokens, chunk_tokens
         self.drafter = drafter
-        self.fallback_calls: Counter[str] = Counter()  # calls of which op ran on another backend than the chosen one
+        # Calls of which op ran on another backend than the chosen one.
+        self.fallback_calls = Counter[str]() if drafter is None else drafter.fallback_calls
         also = drafter.caches if drafter is not None else ()
         self.pool = PagePool(cache, page_tokens=page_tokens, prefix_cache=prefix_cache, poison=False, also=also)
         self._waiting: deque[Sequence] = deque()
