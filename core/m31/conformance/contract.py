@@ -28,8 +28,8 @@ RULES = {
     "extra-outputs": "a plan of a graph with extras gives their values of its last run",
 }
 """Name -> what it asks. `limits` is checked when a checkpoint is opened, `extra-outputs` when the engine drafts. Two
-more are enforced where they apply: a fusion that does not match as often as the model has its body is refused by the fuse
-pass, and an op falls back only if the manifest lists it (`m31.sdk.Serving`)."""
+more are enforced where they apply: a fusion that does not match as often as the model has its body is refused by the
+fuse pass, and an op falls back only if the manifest lists it (`m31.sdk.Serving`)."""
 
 
 def check_linear_arithmetic(session: Session, op: OpInstance, step: StepClass, *, seed: int) -> None:
