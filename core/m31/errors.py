@@ -186,6 +186,10 @@ class TemplateError(M31Error):
     """The chat template is missing, fails, or does something that the sandbox forbids."""
 
 
+class CorpusError(M31Error):
+    """The text to train on is missing, too small, or its token cache is damaged."""
+
+
 class NonFiniteLogits(M31Error):
     """The model computed NaN or infinite logits; no token can be sampled from them."""
 
@@ -196,3 +200,15 @@ class ContractViolation(M31Error):
     def __init__(self, rule: str, what: str, *, where: str, expected: str | None = None) -> None:
         self.rule = rule
         super().__init__(f"breaks the rule '{rule}': {what}", where=where, expected=expected)
+
+
+class TrainingError(M31Error):
+    """Training cannot start, continue or go on."""
+
+
+class TrainingStateError(TrainingError):
+    """The folder of a training run is damaged, or holds the run of another configuration."""
+
+
+class TrainingDiverged(TrainingError):
+    """The loss or a gradient became NaN or infinite; the last stored state is as it was."""

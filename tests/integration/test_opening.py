@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.unit.sdk_fakes import manifest
 
 import m31
 from m31.cli import demo
 from m31.engine.opening import _arithmetic, _listed
 from m31.errors import BackendRefused, ContractViolation, OpRefused
+from m31.formats.arithmetic import NAMED
 from m31.sdk.backend import Limits
 from m31_reference.session import ReferenceSession
 
@@ -67,4 +69,44 @@ def test_a_session_must_not_serve_more_than_its_manifest(
     with pytest.raises(
         ContractViolation, match=r"backend reference: breaks the rule 'limits': serves .*at most its man"
     ):
+        m31.load(folder, backend="reference")
+
+
+def lying(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """The reference, whose sessions have other attributes than they were opened with."""
+    real = ReferenceSession.__init__
+
+    def init(self: ReferenceSession, *args: Any) -> None:
+        real(self, *args)
+        for name, value in changes.items():
+            setattr(self, name, value)
+
+    monkeypatch.setattr(ReferenceSession, "__init__", init)
+
+
+def test_a_session_is_what_it_was_opened_as(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lying(monkeypatch, dtypes={"model": torch.float64, "accum": torch.float64, "int64": torch.int64})
+    with pytest.raises(ContractViolation, match=r"rule 'opened': computes in float64; expected float32"):
+        m31.load(folder, backend="reference")
+    lying(monkeypatch, numerics=NAMED["w4a16"])
+    with pytest.raises(ContractViolation, match=r"rule 'opened': computes in .*"):
+        m31.load(folder, backend="reference")
+    monkeypatch.setattr("m31_reference.session.ReferenceBackend.open", lambda self, **given: object())
+    with pytest.raises(ContractViolation, match=r"rule 'opened': open returned <object"):
+        m31.load(folder, backend="reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("limits", lambda self, model, declared: dataclasses.replace(declared, kv_formats=()), "rule 'limits'"),
+        ("kernel", lambda self, op, step: None, "rule 'opened': answers None for rope_table"),
+        ("weight_bytes", lambda self, op, slots: -1, "rule 'opened': says .* bytes of weights"),
+    ],
+)
+def test_answers_have_the_types_of_the_contract(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, text: str
+) -> None:
+    monkeypatch.setattr(ReferenceSession, name, value)
+    with pytest.raises(ContractViolation, match=text):
         m31.load(folder, backend="reference")

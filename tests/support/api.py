@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
 
-ROOMS = ("m31.sdk", "m31.graph", "m31.ops", "m31.conformance")
+ROOMS = ("m31.sdk", "m31.graph", "m31.ops", "m31.conformance", "m31.errors")
 MODULES = (
     *("m31.formats.arithmetic", "m31.formats.e2m1", "m31.formats.e8m0", "m31.formats.fp8", "m31.formats.int8"),
     *("m31.formats.layout", "m31.formats.mxfp8", "m31.formats.nvfp4", "m31.formats.scales", "m31.formats.transforms"),
@@ -36,47 +37,62 @@ def _names(module: types.ModuleType) -> list[str]:
 
 def _signature(value: Any) -> str:
     try:
-        return str(inspect.signature(value)).replace("'", "")
+        return re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(value)).replace("'", ""))
     except (TypeError, ValueError):
         return "(...)"
 
 
 def _members(cls: type) -> Iterator[str]:
     own = {name for base in cls.__mro__ if base.__module__.startswith("m31") for name in vars(base)}
+    if "__init__" in own and not getattr(cls, "model_fields", None):  # dataclasses included: keywords, defaults, order
+        yield f"    __init__{_signature(cls.__init__)}"  # type: ignore[misc]
     fields: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("m31"):
             fields |= inspect.get_annotations(base)
     fields = {name: kind for name, kind in fields.items() if not name.startswith("_") and name != "model_config"}
     for name, kind in fields.items():
-        yield f"    {name}: {kind}"
+        yield f"    {name}: {_type(kind)}"
+    abstract = getattr(cls, "__abstractmethods__", frozenset())
     for name in sorted(own - set(fields)):
         value = inspect.getattr_static(cls, name)
         if name.startswith("_"):
             continue
+        mark = "abstract " if name in abstract else ""
         if isinstance(value, property):
-            yield f"    {name}: property"
+            yield f"    {mark}{name}: property{_signature(value.fget)}"
         elif callable(value) or isinstance(value, classmethod | staticmethod):
-            yield f"    {name}{_signature(getattr(cls, name))}"
+            yield f"    {mark}{name}{_signature(getattr(cls, name))}"
+
+
+def _type(kind: Any) -> str:
+    return kind if isinstance(kind, str) else str(kind).replace("typing.", "")
+
+
+def _arg(arg: Any) -> str:
+    return f"{arg.name}: {arg.layout} {arg.dtype}" if arg.kind == "data" else f"{arg.name}: {arg.kind}"
 
 
 def _describe(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, type):
-        yield f"  class {name}"
+        bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+        yield f"  class {name}({bases})"
         yield from _members(value)
-    elif callable(value) and not isinstance(value, type) and inspect.isfunction(value):
+    elif inspect.isfunction(value):
         yield f"  def {name}{_signature(value)}"
     elif type(value).__name__ in ("OpSpec", "FusedOp"):
-        inputs = ", ".join(f"{arg.name}: {arg.layout or arg.kind}" for arg in value.inputs)
-        outputs = ", ".join(f"{arg.name}: {arg.layout or arg.kind}" for arg in value.outputs)
+        inputs, outputs = (", ".join(_arg(arg) for arg in args) for args in (value.inputs, value.outputs))
         yield f"  op {value.name}({inputs}) -> {outputs}; {', '.join(value.attrs)}"
     elif isinstance(value, dict):
         yield f"  {name} = {{{', '.join(map(str, value))}}}"
         if name in ("ALL", "DRAFT", "FUSED"):
             for key in value:
                 yield from _describe(key, value[key])
-    else:
-        yield f"  {name}: {type(value).__name__}" + (f" = {value!r}" if isinstance(value, str | int | float) else "")
+    elif isinstance(value, str | int | float):
+        yield f"  {name}: {type(value).__name__} = {value!r}"
+    else:  # an alias such as Literal["fp8", ...], a union, a callable's type
+        shown = _type(value)
+        yield f"  {name} = {shown}" if " at 0x" not in shown else f"  {name}: {type(value).__name__}"
 
 
 def snapshot() -> str:

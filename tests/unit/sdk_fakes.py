@@ -34,7 +34,7 @@ def manifest_text(name: str, /, **changes: Any) -> str:
     data: dict[str, Any] = {
         "name": name,
         "summary": "a test's backend",
-        "requires": ">=0.1,<1",
+        "requires": ">=1.0,<2",
         "score": 50,
         "conformance": "none",
         "ops": "all",

@@ -30,9 +30,12 @@ def test_the_version_goes_with_the_file() -> None:
 def test_what_backends_are_written_against_is_listed() -> None:
     text = STORED.read_text(encoding="utf-8")
     for line in (
-        "    prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> WeightHandle",
-        "    kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal",
+        "    abstract prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> WeightHandle",
+        "    abstract kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal",
+        "  KVFormat = Literal['float64', 'float32', 'bfloat16', 'fp8', 'nvfp4']",
+        "  class BackendRefused(BackendError)",
         "    layout_id: str",
+        "-> logits: R,V accum;",
         "  op qkv_insert(",
         "  def encode_kv(",
         "    arithmetic: ",

@@ -28,6 +28,7 @@ from m31.errors import (
     NoUsableBackend,
     UnknownBackend,
 )
+from m31.sdk import API_VERSION
 from m31.sdk.child import Outcome
 from m31.sdk.rendering import backends_dict, render_backends
 from m31.sdk.selection import Decision, select
@@ -181,9 +182,9 @@ def test_names_are_compared_in_one_spelling() -> None:
 
 def test_bug_88_the_api_is_compared_before_anything_runs() -> None:
     """BUG-88: version skew surfaced as a failure deep inside the plugin, and the program went on without it."""
-    old = candidate("old", manifest=manifest("old", requires=">=1.0,<2"))
+    old = candidate("old", manifest=manifest("old", requires=">=0.1,<1"))
     decision = select(PROCESSOR_ONLY, (old, *shipped_candidates()))
-    assert verdict(decision, "old") == "API mismatch: needs the m31 backend API >=1.0,<2, this is 0.1"
+    assert verdict(decision, "old") == "API mismatch: needs the m31 backend API >=0.1,<1, this is 1.1"
     assert "API mismatch" in refusal(select(PROCESSOR_ONLY, (old,), "old"), BackendRefused)
 
 
@@ -326,7 +327,7 @@ def test_the_table_that_users_see() -> None:
 
 def test_the_form_for_programs() -> None:
     form = backends_dict(select(PROCESSOR_ONLY, shipped_candidates()), PROCESSOR_ONLY)
-    assert form["api"] == "0.1"
+    assert form["api"] == API_VERSION
     assert form["chosen"] == "reference"
     assert form["error"] is None
     assert form["machine"]["devices"] == ()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from tests.support import tiny
-from tests.unit.test_whole_model import ids_for, logits
+from tests.support.fusing import Composed
+from tests.unit.test_whole_model import greedy, ids_for, logits
 
 from m31.engine.api import STEPS
 from m31.engine.compiler import Compiler, PreparedWeights, whole
 from m31.engine.engine import Engine
-from m31.errors import BackendRefused, NoKernel
+from m31.errors import BackendRefused, ContractViolation, NoKernel
 from m31.graph import Assigned, Kernel, OpInstance, Refusal, Shard, StepClass, trace
 from m31.sdk.backend import KVLayout, KVSpec, Limits, Session
 from m31.sdk.serving import Serving
@@ -149,3 +151,52 @@ def test_both_reasons_are_told_where_neither_serves() -> None:
     kept = Serving("partial", Partial("rope")).assign(op, STEPS[0])
     assert isinstance(kept, Assigned)
     assert (kept.by, kept.fallback, kept.kernel.name) == ("partial", None, "m31_reference.rope")
+
+
+class Fusing(Composed):
+    """Fuses `add_norm` at steps of one kind, or of one size."""
+
+    def __init__(self, kind: str | None, tokens: int | None = None) -> None:
+        super().__init__(reference())
+        self._kind, self._tokens = kind, tokens
+
+    def fusions(self) -> tuple[str, ...]:
+        return ("add_norm",)
+
+    def kernel(self, op: OpInstance, step: StepClass) -> Any:
+        if op.spec.name == "add_norm" and (step.kind != self._kind and step.tokens != self._tokens):
+            return Refusal("not at this step")
+        return super().kernel(op, step)
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_an_op_and_its_fused_form_have_handles_of_their_own(kind: str) -> None:
+    """They take the same tensor: whichever is bound second must not get the other's."""
+    serving = Serving("fusing", Fusing(kind))  # type: ignore[arg-type]
+    made = Compiler(serving, GRAPH, SMALL, whole(serving, lambda name: tiny.held(name, VALUES[name])))  # type: ignore[arg-type, return-value]
+    cache = reference().kv_layout(SPEC).allocate(16)
+    engine = Engine(compiler=made, cache=cache, page_tokens=SPEC.page_tokens, chunk_tokens=2048, prefix_cache=False)
+    ids = ids_for(SMALL, 9)
+    want = tiny.engine(SMALL, VALUES, dtype="float64")
+    assert greedy(engine, [ids], 4) == greedy(want, [ids], 4)
+
+
+def test_weights_that_were_not_counted_are_not_prepared_in_the_middle_of_a_text() -> None:
+    serving = Serving("fusing", Fusing(None, tokens=32))  # type: ignore[arg-type]
+    made = Compiler(serving, GRAPH, SMALL, whole(serving, lambda name: tiny.held(name, VALUES[name])))  # type: ignore[arg-type, return-value]
+    for step in STEPS:
+        made.bind(step)
+    made.weights.seal()
+    made.bind(dataclasses.replace(STEPS[1], tokens=64))
+    with pytest.raises(ContractViolation, match=r"rule 'prepared-at-load': needs the weights of .*add_norm"):
+        made.bind(dataclasses.replace(STEPS[1], tokens=32))
+
+
+def test_what_the_manifest_does_not_claim_is_not_asked_for() -> None:
+    serving = Serving(
+        "partial", Partial("rope"), claimed=("add",), may_fall_back=OTHERS, spare=("reference", reference())
+    )
+    op = next(c.op for c in GRAPH.calls if c.op.spec.name == "rope")
+    found = serving.assign(op, STEPS[0])
+    assert isinstance(found, Assigned)
+    assert (found.by, found.fallback) == ("reference", "backend partial does not claim it")

@@ -11,13 +11,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.unit.test_triton_session import TEXT, engine, processor
+from tests.unit.test_whole_model import ids_for, logits
+from torch import Tensor
 from triton.runtime.driver import driver
 
+from m31.formats.layout import ScaleOrder
 from m31_triton.aot import TARGETS, Code, KernelSpec, build, compile_launch, faults, launch_of
 from m31_triton.errors import CodeRejected
 from m31_triton.interpreter import interpret
-from m31_triton.launch import Launch
-from m31_triton.registry import SPECS
+from m31_triton.launch import Launch, interpreted
+from m31_triton.registry import DECODE, SMALL, SPECS, launch_op
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,19 +46,47 @@ def test_every_spec_expects_something_on_every_target() -> None:
     assert {name for name, s in SPECS.items() if not all(s.must.get(target) for target in TARGETS)} == set()
 
 
-def test_what_is_compiled_is_what_is_launched() -> None:
-    """Constants, grid and options come from the launch functions."""
+def test_what_is_compiled_has_the_sizes_of_one_device_of_four() -> None:
     launch = launch_of(SPECS["sparse_decode/nvfp4"])
     assert launch.grid == (32, 1, 4)
-    assert {n: launch.arguments[n] for n in ("GROUP", "D", "PAGE", "NVFP4", "TOPK")} == {
+    assert {n: launch.arguments[n] for n in ("GROUP", "D", "PAGE", "NVFP4", "V_QUAD", "TOPK")} == {
         "GROUP": 16,
         "D": 128,
         "PAGE": 128,
         "NVFP4": True,
+        "V_QUAD": True,
         "TOPK": 16,
     }
     with pytest.raises(CodeRejected, match="0 launches of none; expected one"):
         launch_of(KernelSpec(name="none", kernel="none", launch=lambda run: None, must={}, must_not={}))
+
+
+def signature(launch: Launch) -> dict[str, str]:
+    """What a compilation depends on besides sizes: which arguments there are, and the dtype or type of each."""
+    given = {n: str(v.dtype) if isinstance(v, Tensor) else type(v).__name__ for n, v in launch.arguments.items()}
+    return given | {f"option {name}": type(value).__name__ for name, value in launch.options.items()}
+
+
+@pytest.mark.parametrize(("pages", "order", "units"), [("bfloat16", "linear", 1), ("nvfp4", "token_quad", 64)])
+def test_what_is_compiled_is_what_a_model_launches(pages: str, order: ScaleOrder, units: int) -> None:
+    """A small model on the reference's pages: every kernel is launched with the argument types of its spec."""
+    launched: dict[str, dict[str, str]] = {}
+
+    def run(launch: Launch) -> None:
+        launched[launch.name] = signature(launch)
+        interpreted(launch)
+
+    logits(engine(processor("w16a16", run=run, units=units), pages, order), ids_for(TEXT, 1))
+    specs = [spec for spec in SPECS.values() if spec.name.partition("/")[2] not in {"bfloat16", "nvfp4"} - {pages}]
+    assert launched.keys() == {spec.kernel for spec in specs} - ({"merge_splits"} if units == 1 else set())
+    for spec in specs:
+        if spec.kernel in launched:
+            assert signature(launch_of(spec)) == launched[spec.kernel], spec.name
+
+
+def test_an_op_that_the_session_refuses_is_no_spec() -> None:
+    with pytest.raises(CodeRejected, match="op qkv_insert over fp8 pages: the session does not serve it"):
+        launch_op(lambda launch: None, "qkv_insert", DECODE, "fp8", SMALL)
 
 
 GOOD = Code(text="mma.sync ret;", binary=b"", shared=0, columns=0, scratch=0)

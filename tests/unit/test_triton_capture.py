@@ -13,7 +13,7 @@ from m31.formats.layout import ScaleOrder
 from m31.graph import StepClass
 from m31_reference.cache import Store
 from m31_reference.kernels import KERNELS
-from m31_triton.capture import CapturedPlan
+from m31_triton.capture import Capture
 from m31_triton.errors import CaptureMismatch
 from m31_triton.launch import (
     IndexBranch,
@@ -138,7 +138,7 @@ FULL, SHORT, LONG = sequences(1, [40, 17, 33, 5]), sequences(2, [9, 50]), sequen
 def test_replays_are_fresh_runs(fmt: str, order: ScaleOrder) -> None:
     """Other tokens, positions, slots, page tables and fewer sequences: replaying equals launching anew, bit for bit."""
     recorded, fresh = Decode(fmt, order), Decode(fmt, order)
-    plan = CapturedPlan(interpreted)
+    plan = Capture(interpreted)
     recorded.fill(1, FULL)
     fresh.fill(1, FULL)
     with plan.record() as run:
@@ -157,8 +157,8 @@ def test_replays_are_fresh_runs(fmt: str, order: ScaleOrder) -> None:
     assert [launch.name for launch in plan.launches] == [*("projection", "qkv_insert", "sparse_decode", "merge_splits")]
 
 
-def captured() -> tuple[Decode, CapturedPlan]:
-    decode, plan = Decode("bfloat16", "linear"), CapturedPlan(lambda launch: None)
+def captured() -> tuple[Decode, Capture]:
+    decode, plan = Decode("bfloat16", "linear"), Capture(lambda launch: None)
     with plan.record() as run:
         decode.run(run)
     return decode, plan
@@ -177,7 +177,7 @@ def test_grids_depend_on_capacities_only() -> None:
 def test_replaying_needs_no_decision_of_the_step() -> None:
     """A replay launches what was recorded even if the code that recorded it is gone."""
     ran: list[Launch] = []
-    decode, plan = Decode("bfloat16", "linear"), CapturedPlan(ran.append)
+    decode, plan = Decode("bfloat16", "linear"), Capture(ran.append)
     with plan.record() as run:
         decode.run(run)
     first = list(ran)
@@ -257,7 +257,7 @@ def test_memory_that_moved_under_a_recorded_tensor_is_refused() -> None:
     ],
 )
 def test_what_a_replay_would_leave_out_is_refused(what: Any, message: str) -> None:
-    decode, plan = Decode("bfloat16", "linear"), CapturedPlan(lambda launch: None)
+    decode, plan = Decode("bfloat16", "linear"), Capture(lambda launch: None)
     with pytest.raises(CaptureMismatch, match=message), plan.record():
         what(decode)
     with pytest.raises(CaptureMismatch, match="nothing is recorded"):  # and nothing was
@@ -267,9 +267,9 @@ def test_what_a_replay_would_leave_out_is_refused(what: Any, message: str) -> No
     plan.replay()
 
 
-def test_a_plan_is_recorded_once() -> None:
+def test_a_capture_is_recorded_once() -> None:
     decode, plan = captured()
-    with pytest.raises(CaptureMismatch, match=r"recorded already.*another plan"), plan.record() as run:
+    with pytest.raises(CaptureMismatch, match=r"recorded already.*another one"), plan.record() as run:
         decode.run(run)
 
 

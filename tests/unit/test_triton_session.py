@@ -25,6 +25,7 @@ from m31.sdk.backend import KVSpec
 from m31.sdk.serving import Serving
 from m31_reference.session import ReferenceBackend
 from m31_triton import TritonBackend
+from m31_triton.launch import Runner
 from m31_triton.session import TritonSession
 from m31_triton.weights import ProjectionWeights
 
@@ -38,6 +39,10 @@ def session(arithmetic: str = "w16a16", device: str | None = None) -> TritonSess
     return TritonBackend(None).open(  # type: ignore[arg-type]
         device=device, dtype="float32", rank=0, world=1, arithmetic=parse(arithmetic), options={}
     )
+
+
+def processor(arithmetic: str, *, run: Runner | None = None, units: int | None = None) -> TritonSession:
+    return TritonSession(torch.device("cpu"), parse(arithmetic), run=run, units=units)
 
 
 def serving(mine: TritonSession) -> Serving:
@@ -67,13 +72,10 @@ def engine(mine: TritonSession, kv: str, order: ScaleOrder) -> Engine:
 @pytest.mark.parametrize(
     ("kv", "order", "units"), [("bfloat16", "linear", 1), ("nvfp4", "token_quad", 64)], ids=["whole", "shared"]
 )
-def test_a_model_computes_what_it_does_on_the_reference(
-    kv: str, order: ScaleOrder, units: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_computes_what_it_does_on_the_reference(kv: str, order: ScaleOrder, units: int) -> None:
     """35 tokens are three blocks, of which two are selected; then decode, two sequences at once."""
-    monkeypatch.setattr(TritonSession, "_units", lambda self: units)  # then programs share the blocks of a token
     exact = "exact+query=bfloat16"
-    mine = engine(session(exact), kv, order)
+    mine = engine(processor(exact, units=units), kv, order)  # with many, programs share the blocks of a token
     assert str(mine.compiler.fused(STEPS[0])[1]) == "qkv_insert 0 of 1"
     ids = ids_for(TEXT, 35)
     want = tiny.engine(TEXT, VALUES, dtype="float32", kv=kv, index=kv, order=order, arithmetic=exact)
@@ -209,6 +211,28 @@ def test_which_pages_it_shares(kv: str, block: int, shared: bool) -> None:
     assert session().shares_pages(layout) is shared
     layout.layout_id = layout.layout_id.replace("m31-reference:v2", "m31-reference:v3")
     assert not session().shares_pages(layout)
+
+
+PARTS: dict[str, dict[str, tuple[torch.dtype, list[int]]]] = {  # as docs/sdk.md has them, pages of 16, D 16
+    "float32": {"values": (torch.float32, [2, 2, 16, 16])},
+    "bfloat16": {"values": (torch.bfloat16, [2, 2, 16, 16])},
+    "fp8": {"codes": (torch.uint8, [2, 2, 16, 16])},
+    "nvfp4": {"packed": (torch.uint8, [2, 2, 16, 8]), "scale": (torch.uint8, [2, 2, 16, 1])},
+}
+
+
+@pytest.mark.parametrize("kv", PARTS)
+def test_pages_of_the_reference_have_the_documented_components(kv: str) -> None:
+    spec = KVSpec.of(TEXT, kv, "int8", "token_quad")  # type: ignore[arg-type]
+    layout = serving(session()).sessions["reference"].kv_layout(spec)
+    assert layout.layout_id.startswith("m31-reference:v2:")
+    found = layout.allocate(2).components()
+    want = {f"{layer}.{kind}.{part}": is_ for layer in (0, 1) for kind in "kv" for part, is_ in PARTS[kv].items()}
+    if kv == "nvfp4":
+        want |= {f"{layer}.v.scale": (torch.uint8, [2, 2, 4, 1, 4]) for layer in (0, 1)}
+    want |= {"1.index.codes": (torch.int8, [2, 1, 16, 16]), "1.index.scale": (torch.float32, [2, 1, 16])}
+    assert {name: (part.dtype, list(part.shape)) for name, part in found.items()} == want
+    assert all(part.is_contiguous() for part in found.values())
 
 
 @pytest.mark.parametrize("device", ["meta", "no-such"])

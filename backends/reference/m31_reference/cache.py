@@ -98,6 +98,10 @@ class PagedCache(KVCache):
             for part, tensor in store.parts.items():
                 yield f"{name}.{part}", tensor
 
+    def components(self) -> dict[str, Tensor]:
+        """See `KVCache.components`; part names and shapes are those of the codecs."""
+        return dict(self._parts())
+
     def poison(self, pages: Sequence[int]) -> None:
         """See `KVCache.poison`."""
         for _, store in self._stores():

@@ -25,8 +25,13 @@ from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite
 if TYPE_CHECKING:
     from m31.config import Model
 
+_PLAIN = ("bfloat16", "float32", "float16")  # `TensorDecl.stored` of a weight that is not quantised
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _WEIGHT_SHARE = 0.25  # of the memory that is free when the session opens, for decoded weights
+
+
+def _stored(op: OpInstance) -> str | None:
+    return next(iter(op.slots.values())).stored
 
 
 class ReferenceSession(Session):
@@ -41,11 +46,9 @@ class ReferenceSession(Session):
         self.dtypes = {"model": dtype, "accum": dtype, "int64": torch.int64}
         self.compute = str(dtype).removeprefix("torch.")
         if weight_cache_bytes is None:
-            weight_cache_bytes = int(self.memory_free() * _WEIGHT_SHARE)
+            weight_cache_bytes = int(self._free() * _WEIGHT_SHARE)
         self.decoded = DecodedCache(weight_cache_bytes)
-        # Projections by storage format. A checkpoint may store some plain: those have plain inputs (MODEL.md §3.7).
-        # One that stores all of them plain is computed as if it were quantised, to imitate or to train.
-        self._stored: dict[str, set[str]] = {"plain": set(), "mxfp8": set(), "nvfp4": set()}
+        self._plain_projections = 0  # prepared under an arithmetic that quantises the inputs of MXFP8 ones
 
     def limits(self, model: Model, declared: Limits) -> Limits:
         """The manifest's. Exact pages come first: the reference defines what is right."""
@@ -56,11 +59,8 @@ class ReferenceSession(Session):
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
         """Every op of the text model, at every step class, in the session's arithmetic."""
         name, label = op.spec.name, f"m31_reference.{op.spec.name}"
-        plain = False
-        if name == "linear":
-            self._note_storage(op)
-            assert op.weights is not None
-            plain = bool(self._stored["mxfp8"]) and op.weights.name in self._stored["plain"]
+        # MODEL.md §3.7: a checkpoint may store some projections plain; those have plain inputs.
+        plain = name == "linear" and _stored(op) in _PLAIN
         found = emulated(op, self.numerics, self.compute, plain=plain)
         if isinstance(found, Refusal):
             return found
@@ -80,12 +80,6 @@ class ReferenceSession(Session):
         arithmetic = Arithmetic(self.compute, self.compute, output)
         return Kernel(name=label, run=run, arithmetic=arithmetic, workspace_bytes=0, why="plain torch, any device")
 
-    def _note_storage(self, op: OpInstance) -> None:
-        assert op.weights is not None
-        stored = op.weights.slots["weight"].stored
-        if stored is not None:
-            self._stored[stored if stored in self._stored else "plain"].add(op.weights.name)
-
     def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> Weights:
         """Check every weight; bring plain ones into the compute dtype and leave quantised ones in their file.
 
@@ -94,8 +88,8 @@ class ReferenceSession(Session):
         all of them would take longer than most runs, and one that no token reaches cannot do harm (decision 011).
         """
         experts = op.spec.name == "experts"
-        if op.spec.name == "linear" and op.weights is not None:
-            self._stored[slots["weight"].format].add(op.weights.name)
+        if self.numerics.linear_activation == "mxfp8" and op.spec.name == "linear" and _stored(op) in _PLAIN:
+            self._plain_projections += 1
         transform = self._transform(op)
         changed = transformed(slots, transform)
         if transform is not None:
@@ -130,6 +124,11 @@ class ReferenceSession(Session):
     def notes(self) -> list[str]:
         """See `Session.notes`: where a static scale was made up, and what transforms of weights did."""
         told = list(self._notes)
+        if self._plain_projections:
+            told.append(
+                f"{self._plain_projections} projections are not stored in MXFP8:"
+                f" arithmetic '{self.numerics.name}' rounds their inputs to BF16"
+            )
         for name, applied in self._transforms.items():
             start = name.partition("-")[0].upper()
             told.append(
@@ -183,7 +182,10 @@ class ReferenceSession(Session):
         return PagedLayout(spec, self.device, read=read)
 
     def memory_free(self) -> int:
-        """What the device, or the host within its control group, has free."""
+        """What the device, or the host within its control group, has free, less what decoded weights may still take."""
+        return max(0, self._free() - self.decoded.room)
+
+    def _free(self) -> int:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
         return host_memory_free()

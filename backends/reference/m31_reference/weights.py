@@ -99,6 +99,11 @@ class DecodedCache:
         self.hits = self.misses = 0
         self._held: OrderedDict[int, tuple[LazyTensor, Tensor]] = OrderedDict()
 
+    @property
+    def room(self) -> int:
+        """Bytes that it may still take."""
+        return self.limit_bytes - self.held_bytes
+
     def get(self, source: LazyTensor, decode: Callable[[LazyTensor], Tensor]) -> Tensor:
         """The decoded tensor of `source`."""
         key = id(source)  # the entry keeps its source alive, so that no other object can get its id

@@ -1,9 +1,10 @@
-"""A step recorded once as launches and repeated with other buffer contents, the way a device's graph capture does it.
+"""Launches recorded once and repeated with other buffer contents, the way a device's graph capture does it.
 
 What a device records is addresses and numbers. Between two replays only the contents of buffers may change, and
 whatever else the program did between its launches is not part of the graph: a tensor operation would be left out, a
 value that was read and branched on would stay what it was. On a device both go wrong in silence; here both are
-refused by name. Recording executes each launch, so that the recorded step is also the first one.
+refused by name. Recording executes each launch, so that what is recorded has also run once. `m31_triton.plan` makes
+plans of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from m31_triton.launch import Launch, Runner
 
 
 @dataclass(frozen=True)
-class _Pointer:
+class Pointer:
     """A tensor argument as a graph keeps it."""
 
     address: int
@@ -34,9 +35,10 @@ class _Pointer:
         return f"{self.dtype} {list(self.shape)} with strides {list(self.stride)} at {self.address:#x}"
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
+    """A launch's argument as a graph keeps it: a tensor is where and what it is, not what it holds."""
     if isinstance(value, Tensor):
-        return _Pointer(value.data_ptr(), tuple(value.shape), value.stride(), str(value.dtype))
+        return Pointer(value.data_ptr(), tuple(value.shape), value.stride(), str(value.dtype))
     return value
 
 
@@ -46,13 +48,14 @@ class _Node:
 
     launch: Launch
     arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
 
     @classmethod
     def of(cls, launch: Launch) -> _Node:
-        return cls(launch, {name: _frozen(value) for name, value in launch.arguments.items()})
+        return cls(launch, {name: frozen(value) for name, value in launch.arguments.items()}, dict(launch.options))
 
 
-class CapturedPlan:
+class Capture:
     """Launches recorded once and replayed.
 
     Args:
@@ -63,6 +66,11 @@ class CapturedPlan:
         self._run = run
         self._nodes: list[_Node] = []
         self._sealed = False
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is something to replay."""
+        return self._sealed
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -77,7 +85,7 @@ class CapturedPlan:
         launching and making views. Nothing is recorded then.
         """
         if self._sealed:
-            raise CaptureMismatch("recorded already", where="captured plan", fix="make another plan")
+            raise CaptureMismatch("recorded already", where="capture", fix="make another one")
         nodes: list[_Node] = []
 
         with _launches_only() as watch:
@@ -107,14 +115,14 @@ class CapturedPlan:
                 with watch.launching():
                     if position == len(self._nodes):
                         what = f"launch {position} of {launch.name}"
-                        raise CaptureMismatch(what, where="captured plan", expected="none")
+                        raise CaptureMismatch(what, where="capture", expected="none")
                     _compare(position, self._nodes[position], _Node.of(launch))
                     position += 1
 
             yield compare
         if position != len(self._nodes):
             missing = self._nodes[position].launch.name
-            raise CaptureMismatch(f"launch {position} of {missing} is missing", where="captured plan")
+            raise CaptureMismatch(f"launch {position} of {missing} is missing", where="capture")
 
     def replay(self) -> None:
         """Repeat the recorded launches with what their buffers hold now.
@@ -129,7 +137,7 @@ class CapturedPlan:
 
     def _recorded(self) -> None:
         if not self._sealed:
-            raise CaptureMismatch("nothing is recorded", where="captured plan", fix="use record() first")
+            raise CaptureMismatch("nothing is recorded", where="capture", fix="use record() first")
 
 
 def _compare(position: int, was: _Node, now: _Node) -> None:
@@ -138,7 +146,7 @@ def _compare(position: int, was: _Node, now: _Node) -> None:
         raise CaptureMismatch(f"is {now.launch.name}", where=where, expected=was.launch.name)
     for what, before, after in (
         ("the grid", was.launch.grid, now.launch.grid),
-        ("the options", dict(was.launch.options), dict(now.launch.options)),
+        ("the options", was.options, now.options),
         ("the arguments' names", sorted(was.arguments), sorted(now.arguments)),
     ):
         if before != after:
@@ -180,7 +188,7 @@ class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if self._watch.between and not func.is_view:
             raise CaptureMismatch(
                 f"{func.name()} between launches is not captured",
-                where="captured plan",
+                where="capture",
                 expected="launches and views only",
                 fix="allocate before recording, and compute in kernels",
             )
@@ -203,7 +211,7 @@ class _NoReads(TorchFunctionMode):
         if self._watch.between and name in _READS:
             raise CaptureMismatch(
                 f"a tensor's value is read on the host ({name}) between launches",
-                where="captured plan",
+                where="capture",
                 expected="launches and views only",
                 fix="let the kernel read it",
             )

@@ -190,6 +190,12 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", metavar="N", type=_int, default=4, help="layers, half dense (default: %(default)s)")
 
 
+def _train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", metavar="CONFIG", help="TOML file; the run that its folder holds is continued where it stopped"
+    )
+
+
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "run": ("generate text from a prompt", _run),
     "chat": ("talk to a model", _chat),
@@ -198,6 +204,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "convert": ("write a checkpoint in another format", _convert),
     "explain": ("show which kernel runs which op, and why", _explain),
     "demo": ("write a small checkpoint with random weights", _demo),
+    "train": ("train a small model for the arithmetic that it will be served with", _train),
 }
 
 

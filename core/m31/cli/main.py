@@ -28,6 +28,7 @@ _MODULES = {
     "convert": "m31.cli.convert",
     "demo": "m31.cli.demo",
     "explain": "m31.cli.explain",
+    "train": "m31.cli.train",
 }
 
 

@@ -23,13 +23,16 @@ RULES = {
     "arithmetic": "a kernel is as accurate as the arithmetic that it declares",
     "release": "prepare keeps nothing of its source alive but what the handle says that it reads in place",
     "fixed-buffers": "a plan allocates when it is made, not when it runs",
+    "prepared-at-load": "which ops a backend serves depends on the kind of step, not on its size",
+    "opened": "a session is what it was opened as, and answers with the types of the contract",
     "limits": "a session serves at most what its manifest declares",
     "layout-id": "pages of another layout id, version included, are refused, and nothing is written",
     "extra-outputs": "a plan of a graph with extras gives their values of its last run",
 }
-"""Name -> what it asks. `limits` is checked when a checkpoint is opened, `extra-outputs` when the engine drafts. Two
-more are enforced where they apply: a fusion that does not match as often as the model has its body is refused by the
-fuse pass, and an op falls back only if the manifest lists it (`m31.sdk.Serving`)."""
+"""Name -> what it asks. `opened`, `limits` and `prepared-at-load` are checked wherever a checkpoint is opened and run,
+`extra-outputs` where the engine drafts. Two more are enforced where they apply: a fusion that does not match as often
+as the model has its body is refused by the fuse pass, and an op falls back only if the manifest lists it
+(`m31.sdk.Serving`)."""
 
 
 def check_linear_arithmetic(session: Session, op: OpInstance, step: StepClass, *, seed: int) -> None:

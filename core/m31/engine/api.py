@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from m31.engine.compiler import bucket
 from m31.engine.drafting import DraftHead
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
 from m31.engine.opening import Opened, OpenedDraft, fallback_note, open_model
-from m31.errors import MemoryBudgetExceeded, RequestError
+from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
+from m31.sdk.serving import Serving
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
 
@@ -63,8 +65,18 @@ def load(
         ConfigError, CheckpointError, TokenizerError, TemplateError: the folder is not right.
         MemoryBudgetExceeded: `max_context` does not fit the memory.
     """
-    if max_context is not None and max_context < 1:
-        raise RequestError(f"max_context is {max_context!r}", expected="a positive number of tokens")
+    _check_arguments(
+        {
+            "backend": backend,
+            "device": device,
+            "dtype": dtype,
+            "kv_dtype": kv_dtype,
+            "index_dtype": index_dtype,
+            "v_scale_order": v_scale_order,
+            "arithmetic": arithmetic,
+        },
+        {"max_context": (max_context, 1), "weight_cache_bytes": (weight_cache_bytes, 0), "draft": (draft, 1)},
+    )
     opened = open_model(
         Path(path),
         backend=backend,
@@ -84,7 +96,8 @@ def load(
     if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
     template = ChatTemplate.find(folder)
-    assigned = list(compiler.assigned(STEPS))
+    steps = STEPS if draft is None else (*STEPS, _verifying(draft))
+    assigned = list(compiler.assigned(steps))
     layouts = [opened.serving.kv_layout(spec, assigned)]
     if opened.draft is not None:
         own = opened.draft.compilers.assigned()
@@ -94,8 +107,11 @@ def load(
     cap, caches = _allocate(
         session, spec, layouts, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
     )
-    for step in STEPS:  # a fault of the weights shows now, not in the middle of a text
+    for step in steps:  # a fault of the weights shows now, not in the middle of a text
         compiler.bind(step)
+    if opened.draft is not None:
+        opened.draft.compilers.bind()
+    compiler.weights.seal()
     engine = Engine(
         compiler=compiler,
         cache=caches[0],
@@ -121,14 +137,41 @@ def load(
         notes=(
             *checkpoint.notes,
             *fallback_note(name, assigned),
-            *dict.fromkeys(note for s in opened.serving.sessions.values() for note in s.notes),
+            *_session_notes(opened.serving),
         ),
     )
 
 
 def _head(opened: OpenedDraft, cache: KVCache) -> DraftHead:
-    opened.compilers.bind()
     return DraftHead(opened.compilers, cache, page_tokens=opened.spec.page_tokens, noise=opened.config.noise_token_id)
+
+
+def _session_notes(serving: Serving) -> list[str]:
+    """What the sessions have to say, once each."""
+    told: dict[str, None] = {}
+    for name, session in serving.sessions.items():
+        notes = session.notes
+        if isinstance(notes, str) or not all(isinstance(note, str) for note in notes):
+            raise ContractViolation(
+                "opened", f"has notes {notes!r}", where=f"backend {name}", expected="a sequence of sentences"
+            )
+        told.update(dict.fromkeys(notes))
+    return list(told)
+
+
+def _check_arguments(names: dict[str, object], numbers: dict[str, tuple[object, int]]) -> None:
+    """Refuse what is of another type, before anything is opened."""
+    for argument, value in names.items():
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{argument} is {value!r}", expected="a name, or None")
+    for argument, (number, least) in numbers.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
+            raise RequestError(f"{argument} is {number!r}", expected=f"a whole number from {least} on, or None")
+
+
+def _verifying(draft: int) -> StepClass:
+    tokens = bucket(draft + 1)
+    return StepClass(kind="verify", q_len=draft + 1, tokens=tokens, seqs=1, rows=tokens, pages=16)
 
 
 def _cap(opened: Opened, max_context: int | None) -> Cap:
@@ -156,6 +199,14 @@ def _allocate(
         exact: the cap was asked for and may not shrink.
     """
     free = session.memory_free()
+    page_bytes = sum(layout.page_bytes for layout in layouts)
+    if min(layout.page_bytes for layout in layouts) < 1 or weight_bytes < 0:
+        raise ContractViolation(
+            "opened",
+            f"says {page_bytes} bytes a page and {weight_bytes} bytes of weights",
+            where=f"backend {who}",
+            expected="a positive number of bytes a page, and none or more for weights",
+        )
     if weight_bytes > free:
         raise MemoryBudgetExceeded(
             f"weights need {weight_bytes / 1e9:.2f} GB beside their files",
@@ -164,7 +215,6 @@ def _allocate(
             fix="free memory, or use a machine or a backend that holds them as they are stored",
         )
     budget = int((free - weight_bytes) * _KV_SHARE)
-    page_bytes = sum(layout.page_bytes for layout in layouts)
     affordable = budget // page_bytes
     wanted = -(-cap.tokens // spec.page_tokens)
     if affordable < (wanted if exact else 1):

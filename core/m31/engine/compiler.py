@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from m31.config import Text
+from m31.errors import ContractViolation
 from m31.graph import (
     Assigned,
     BoundGraph,
@@ -13,7 +14,6 @@ from m31.graph import (
     ModelGraph,
     OpInstance,
     Plan,
-    Refusal,
     StepBatch,
     StepClass,
     WeightHandle,
@@ -21,6 +21,7 @@ from m31.graph import (
 )
 from m31.graph import assign as assign_kernels
 from m31.graph import bind as bind_graph
+from m31.ops.fused import FUSED
 from m31.parallel import WHOLE, Shard
 from m31.sdk.backend import LazyTensor
 from m31.sdk.serving import Serving
@@ -45,7 +46,8 @@ class PreparedWeights:
 
     def __init__(self, serving: Serving, tensor: Callable[[str], LazyTensor], shard: Shard) -> None:
         self._serving, self._tensor, self._shard = serving, tensor, shard
-        self._handles: dict[tuple[str, tuple[str, ...]], WeightHandle] = {}
+        self._handles: dict[tuple[str, str, tuple[str, ...]], WeightHandle] = {}
+        self._sealed = False
 
     def slots(self, op: OpInstance) -> dict[str, LazyTensor]:
         """The tensors of an op by slot, unread."""
@@ -54,25 +56,39 @@ class PreparedWeights:
 
     def handle(self, op: OpInstance, by: str) -> WeightHandle:
         """See `m31.graph.Handles`."""
-        slots = self.slots(op)
-        key = by, tuple(tensor.name for tensor in slots.values())
+        key = _key(op, by)
         if key not in self._handles:
-            self._handles[key] = self._serving.sessions[by].prepare(op, slots, self._shard)
+            if self._sealed:
+                raise ContractViolation(
+                    "prepared-at-load",
+                    f"needs the weights of {op.name} ({op.spec.name}), which were neither counted nor prepared",
+                    where=f"backend {by}",
+                    expected="the same ops served at every step class of one kind (decode, verify, mixed)",
+                )
+            self._handles[key] = self._serving.sessions[by].prepare(op, self.slots(op), self._shard)
         return self._handles[key]
+
+    def seal(self) -> None:
+        """Everything is prepared: what is asked for from now on and is not there was not in the memory budget."""
+        self._sealed = True
 
     def bytes_needed(self, assigned: Iterable[tuple[OpInstance, Assigned]]) -> int:
         """What preparing the weights of these will allocate beside their files."""
-        seen: set[tuple[str, tuple[str, ...]]] = set()
+        seen: set[tuple[str, str, tuple[str, ...]]] = set()
         total = 0
         for op, found in assigned:
             if op.weights is None:
                 continue
-            slots = self.slots(op)
-            key = found.by, tuple(tensor.name for tensor in slots.values())
+            key = _key(op, found.by)
             if key not in seen:
                 seen.add(key)
-                total += self._serving.sessions[found.by].weight_bytes(op, slots)
+                total += self._serving.sessions[found.by].weight_bytes(op, self.slots(op))
         return total
+
+
+def _key(op: OpInstance, by: str) -> tuple[str, str, tuple[str, ...]]:
+    """What a handle is for: a backend, a kind of op (whose layout of the weights is its own), and the tensors."""
+    return by, op.spec.name, tuple(decl.name for decl in op.slots.values())
 
 
 class Compiler:
@@ -106,14 +122,19 @@ class Compiler:
 
     def fused(self, step: StepClass) -> tuple[ModelGraph, FusionReport]:
         """The graph with the fused ops that the backend wants and has a kernel for at this step class."""
-        session = self.serving.session
         if self._text is None:
             return self.graph, FusionReport(())
-
-        def accepts(op: OpInstance) -> bool:
-            return not isinstance(session.kernel(op, step), Refusal)
-
-        return fuse(self.graph, session.fusions(), accepts, text=self._text)
+        unknown = [name for name in self.serving.session.fusions() if name not in FUSED]
+        if unknown:
+            raise ContractViolation(
+                "opened",
+                f"wants the fusion '{unknown[0]}'",
+                where=f"backend {self.serving.name}",
+                expected=" or ".join(FUSED),
+            )
+        return fuse(
+            self.graph, self.serving.session.fusions(), lambda op: self.serving.wants(op, step), text=self._text
+        )
 
     def bind(self, step: StepClass) -> BoundGraph:
         """The fused graph with kernels and prepared weights."""

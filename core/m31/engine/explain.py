@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from m31.config import Text
 from m31.engine.compiler import Compiler
-from m31.graph import Assigned, ModelGraph, StepClass, assign
+from m31.graph import Assigned, ModelGraph, Refusal, StepClass, assign
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Row:
         kind: what they are, such as `sparse attention, moe`; `outside the layers`.
         op: name of the op.
         calls: how many of it one layer has (or the model, outside the layers).
-        by, kernel, why: the backend, its kernel and its reason.
+        by, kernel, why: the backend, its kernel and its reason; `-` for a part that is served in a fused op only.
         arithmetic: operands, accumulation and output of the kernel.
         fallback: why the chosen backend does not serve it; None if it does.
     """
@@ -53,7 +53,11 @@ def explain(compiler: Compiler, text: Text, steps: Iterable[StepClass]) -> list[
 
 
 def _rows(graph: ModelGraph, compiler: Compiler, text: Text, step: StepClass, *, fused: bool) -> Iterator[Row]:
-    found = assign(graph, compiler.serving, step)
+    found: Mapping[str, Assigned | Refusal]
+    if fused:
+        found = assign(graph, compiler.serving, step)
+    else:
+        found = {call.op.name: compiler.serving.assign(call.op, step) for call in graph.calls}
     outside: dict[tuple[str, ...], int] = {}
     layers: list[dict[tuple[str, ...], int]] = [{} for _ in range(text.num_layers)]
     at: int | None = None
@@ -79,7 +83,9 @@ def _layer(weight: str, before: int | None) -> int | None:
     return int(parts[2]) if parts[:2] == ["model", "layers"] else None
 
 
-def _key(op: str, found: Assigned) -> tuple[str, ...]:
+def _key(op: str, found: Assigned | Refusal) -> tuple[str, ...]:
+    if isinstance(found, Refusal):  # before fusion only: a part that the backend serves as part of a fused op
+        return op, "", "-", f"not by itself: {found.reason}", "-", ""
     a = found.kernel.arithmetic
     said = f"{a.operands} -> {a.accumulate} -> {a.output}"
     return op, found.by, found.kernel.name, found.kernel.why, said, found.fallback or ""

@@ -17,16 +17,19 @@ from m31.checkpoint.draft import FOLDER, PREFIX
 from m31.config import Draft
 from m31.engine.compiler import Compiler, whole
 from m31.engine.drafting import DraftCompilers
-from m31.errors import BackendRefused, ContractViolation, RequestError
+from m31.errors import BackendRefused, ContractViolation, ManifestError, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
-from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace, trace_draft
+from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, trace, trace_draft
+from m31.ops import ALL, DRAFT
+from m31.ops.fused import FUSED
 from m31.sdk.backend import KVFormat, KVSpec, LazyTensor, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
 
 _SHORT = {"bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp64": "float64", "fp4": "nvfp4", "e4m3": "fp8"}
+_FORMATS = ("float64", "float32", "float16", "bfloat16", "fp8", "nvfp4", "mxfp8", "int8")
 F = TypeVar("F", bound=str)
 SPARE = "reference"  # what an op falls back on: the one backend that serves every op
 
@@ -49,25 +52,92 @@ def open_serving(
     manifest = _manifest(decision)
     dtype = _listed("compute dtype", dtype, manifest.formats.compute, manifest.name)
     numerics = _arithmetic(arithmetic, manifest)
-    spare = sdk.decide(SPARE) if manifest.fallback else None
+    _known_ops(manifest)
+    spare = _spare(manifest) if manifest.fallback else None
     manifests = [manifest] if spare is None else [manifest, _manifest(spare)]
     for option in options:
         if not any(option in m.options for m in manifests):
             raise BackendRefused(f"takes no option '{option}'", where=f"backend {manifest.name}", fix="leave it out")
     sessions = [
-        sdk.open_backend(chosen).open(
-            device=device,
-            dtype=dtype,
-            rank=0,
-            world=1,
-            arithmetic=numerics,
-            options={name: value for name, value in options.items() if name in m.options},
+        _checked(
+            sdk.open_backend(chosen).open(
+                device=device,
+                dtype=dtype,
+                rank=0,
+                world=1,
+                arithmetic=numerics,
+                options={name: value for name, value in options.items() if name in m.options},
+            ),
+            m,
+            dtype,
+            numerics,
         )
         for chosen, m in zip((decision, spare), manifests, strict=False)
+        if chosen is not None
     ]
-    if spare is None:
-        return Serving(manifest.name, sessions[0])
-    return Serving(manifest.name, sessions[0], may_fall_back=manifest.fallback, spare=(SPARE, sessions[1]))
+    return Serving(
+        manifest.name,
+        sessions[0],
+        claimed=manifest.ops,
+        may_fall_back=manifest.fallback,
+        spare=None if spare is None else (SPARE, sessions[1]),
+    )
+
+
+def _checked(session: Session, manifest: Manifest, dtype: str, numerics: ArithmeticSpec) -> Session:
+    """A session that is what it was opened as.
+
+    Raises:
+        ContractViolation: it is no session, or computes in another dtype or arithmetic.
+    """
+    where = f"backend {manifest.name}"
+    if not isinstance(session, Session):
+        raise ContractViolation("opened", f"open returned {session!r}", where=where, expected="a Session")
+    if str(type(session.device)) != "<class 'torch.device'>" or set(session.dtypes) != {"model", "accum", "int64"}:
+        raise ContractViolation(
+            "opened",
+            f"has device {session.device!r} and dtypes for {sorted(session.dtypes)}",
+            where=where,
+            expected="a torch.device, and dtypes for model, accum and int64",
+        )
+    computes = str(session.dtypes["model"]).removeprefix("torch.")
+    if computes != dtype:
+        raise ContractViolation("opened", f"computes in {computes}", where=where, expected=dtype)
+    if not session.numerics.same_numbers(numerics):
+        raise ContractViolation(
+            "opened",
+            f"computes in the arithmetic '{session.numerics.name}'",
+            where=where,
+            expected=f"'{numerics.name}'",
+        )
+    return session
+
+
+def _spare(manifest: Manifest) -> Decision:
+    """The decision for the backend that ops fall back on."""
+    decision = sdk.decide(SPARE)
+    if decision.refusal is not None:
+        raise BackendRefused(
+            f"leaves {len(manifest.fallback)} ops to '{SPARE}', which cannot be used: {decision.refusal.what}",
+            where=f"backend {manifest.name}",
+            fix=f"allow '{SPARE}' as well (M31_BACKENDS_ALLOW), or choose a backend that serves every op",
+        )
+    return decision
+
+
+def _known_ops(manifest: Manifest) -> None:
+    """Refuse names in `ops` and `fallback` that no op has: a typo would show as an op that nobody serves."""
+    known = [*ALL, *DRAFT, *FUSED]
+    named = (*(() if manifest.ops == "all" else manifest.ops), *manifest.fallback)
+    unknown = next((name for name in named if name not in known), None)
+    if unknown is not None:
+        meant = next(iter(difflib.get_close_matches(unknown, known, n=1)), None)
+        raise ManifestError(
+            f"there is no op '{unknown}'",
+            where=f"backend {manifest.name}: ops and fallback of its backend.toml",
+            expected="ops of docs/sdk.md",
+            fix=f"did you mean '{meant}'?" if meant else None,
+        )
 
 
 def _manifest(decision: Decision) -> Manifest:
@@ -83,7 +153,8 @@ def _listed(what: str, name: str | None, served: tuple[F, ...], who: str) -> F:
     for known in served:
         if known == name:
             return known
-    meant = _SHORT.get(name) or next(iter(difflib.get_close_matches(name, served, n=1)), None)
+    near = [] if name in _FORMATS else difflib.get_close_matches(name, served, n=1)  # what exists is no typo
+    meant = _SHORT.get(name) or next(iter(near), None)
     raise BackendRefused(
         f"{what} '{name}' is not served",
         where=f"backend {who}",
@@ -153,7 +224,7 @@ def open_model(
     session = serving.session
     declared = Limits.declared(manifest, checkpoint.config)
     limits = session.limits(checkpoint.config, declared)
-    if not limits.within(declared):
+    if not (limits.kv_formats and limits.index_formats and limits.max_context > 0 and limits.within(declared)):
         raise ContractViolation(
             "limits", f"serves {limits}", where=f"backend {manifest.name}", expected=f"at most its manifest: {declared}"
         )
@@ -171,6 +242,7 @@ def open_model(
 
     taps = () if head is None else head.config.target_layer_ids
     graph = trace(text, _rounding(session, spec), stored, (kv_format, index_format), taps)
+    _check_stored(graph, manifest)
     weights = whole(serving, tensor)
     compiler = Compiler(serving, graph, text, weights)
     opened = None
@@ -179,14 +251,14 @@ def open_model(
         own = KVSpec.of_draft(head.config, spec, _compute(session) if exact else "bfloat16")
         pages = own.kv_format, own.index_format
         graphs = trace_draft(head.config, _rounding(session, own), stored, pages)
+        for part in (graphs.context, graphs.block, graphs.markov):
+            _check_stored(part, manifest)
         opened = OpenedDraft(head.config, own, DraftCompilers(graphs, serving, weights, draft))
     return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler, opened)
 
 
 def _draft_head(checkpoint: Checkpoint, tokens: int, limits: Limits, who: str) -> DraftCheckpoint:
     """The head, if it and the backend draft so many tokens."""
-    if tokens < 1:
-        raise RequestError(f"draft is {tokens!r}", expected="a positive number of tokens, or nothing for no drafting")
     if limits.draft_tokens < tokens:
         most = f"at most {limits.draft_tokens}" if limits.draft_tokens else "no drafting"
         raise BackendRefused(
@@ -206,6 +278,18 @@ def _draft_head(checkpoint: Checkpoint, tokens: int, limits: Limits, who: str) -
     if tokens > head.config.block_size:
         raise RequestError(f"draft is {tokens}", expected=f"at most {head.config.block_size}, the block of this head")
     return head
+
+
+def _check_stored(graph: ModelGraph, manifest: Manifest) -> None:
+    """Refuse weights that the backend does not take as they are stored."""
+    stored = {tensor.stored for tensor in graph.tensors()} - set(manifest.formats.weights)
+    if stored:
+        raise BackendRefused(
+            f"does not take weights stored in {', '.join(sorted(map(str, stored)))}",
+            where=f"backend {manifest.name}",
+            expected=" or ".join(manifest.formats.weights),
+            fix="convert the checkpoint (m31 convert), or choose another backend",
+        )
 
 
 def fallback_note(name: str, assigned: Iterable[tuple[OpInstance, Assigned]]) -> Iterator[str]:

@@ -60,9 +60,9 @@ class ArithmeticSpec:
         for field, allowed in _CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise OpRefused(
-                    f"{field} is {getattr(self, field)!r}",
+                    f"{field} is {getattr(self, field) or 'none'}",
                     where=f"arithmetic '{self.name}'",
-                    expected=" or ".join(repr(value) for value in allowed),
+                    expected=" or ".join(value or "none" for value in allowed),
                 )
 
     @property

@@ -178,11 +178,32 @@ class ExtraOutputs(Protocol):
 Buffers = list[Any]
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedCall:
+    """One call of a plan; `writes` and `reads` are places in the list that `DefaultPlan.values` makes."""
+
+    kernel: Kernel
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+    handle: WeightHandle | None
+
+    def run(self, values: Sequence[Any], workspace: torch.Tensor | None) -> None:
+        """Run the kernel on these values."""
+        self.kernel.run([values[i] for i in self.writes], [values[i] for i in self.reads], self.handle, workspace)
+
+
 class DefaultPlan:
     """Straight line over buffers that are allocated once at capacity.
 
     A value's buffer is reused as soon as its last reader has run. Each run narrows the symbolic dimensions to the
     step's real size, so padding costs nothing and cannot be read; narrowed views are kept for the sizes in use.
+
+    A plan that captures can be made of the same parts: it overrides `run` and takes `values` at capacity.
+
+    Attributes:
+        step: the capacities.
+        calls: in order.
+        workspace: scratch of all kernels, or None where none needs any.
     """
 
     _KEPT_SIZES = 8  # decode and the last few chunk sizes
@@ -198,17 +219,17 @@ class DefaultPlan:
             for name, value in zip(call.writes, call.op.outputs, strict=True):
                 if isinstance(value, StateType):
                     self._index[name] = self._index["kv"]
-        self._line = [
-            (
-                bound.assigned[c.op.name].kernel.run,
+        self.calls = tuple(
+            PlannedCall(
+                bound.assigned[c.op.name].kernel,
                 tuple(self._index[n] for n in c.writes),
                 tuple(self._index[n] for n in c.reads),
                 bound.handles.get(c.op.name),
             )
             for c in bound.graph.calls
-        ]
+        )
         need = max((found.kernel.workspace_bytes for found in bound.assigned.values()), default=0)
-        self._workspace = torch.empty(need, dtype=torch.uint8, device=device) if need else None
+        self.workspace = torch.empty(need, dtype=torch.uint8, device=device) if need else None
         self._buffers = self._allocate(dtypes, device)
         self._views: dict[StepSize, Buffers] = {}
         self._extras: dict[str, torch.Tensor] = {}
@@ -254,17 +275,34 @@ class DefaultPlan:
             self._views[size] = views
         return views
 
+    def values(self, batch: StepBatch, cache: Any, *, at_capacity: bool = False) -> Buffers:
+        """What the calls read and write, in the order of the graph's values; without a buffer: None.
+
+        Args:
+            batch, cache: as `run` gets them.
+            at_capacity: whole buffers, the same memory for every step, padding included; else the used part of each.
+        """
+        size = (
+            StepSize(self.step.tokens, self.step.seqs, self.step.rows, self.step.pages) if at_capacity else batch.size
+        )
+        values = list(self._narrow(size))
+        for name, buffer in (batch.named() if at_capacity else batch.narrowed()).items():
+            values[self._index[name]] = buffer
+        values[self._index["kv"]] = cache
+        return values
+
+    def logits(self, values: Buffers) -> torch.Tensor:
+        """The result among `values`."""
+        found: torch.Tensor = values[self._index[self._graph.output]]
+        return found
+
     def run(self, batch: StepBatch, cache: Any) -> torch.Tensor:
         """See `Plan.run`."""
-        env = list(self._narrow(batch.size))
-        for name, buffer in batch.narrowed().items():
-            env[self._index[name]] = buffer
-        env[self._index["kv"]] = cache
-        for run, writes, reads, handle in self._line:
-            run([env[i] for i in writes], [env[i] for i in reads], handle, self._workspace)
-        self._extras = {name: env[self._index[value]] for name, value in self._graph.extras.items()}
-        logits: torch.Tensor = env[self._index[self._graph.output]]
-        return logits
+        values = self.values(batch, cache)
+        for call in self.calls:
+            call.run(values, self.workspace)
+        self._extras = {name: values[self._index[value]] for name, value in self._graph.extras.items()}
+        return self.logits(values)
 
     def extra(self, name: str) -> torch.Tensor:
         """See `ExtraOutputs.extra`."""

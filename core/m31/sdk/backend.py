@@ -1,6 +1,6 @@
 """What a backend implements (DESIGN.md §3). All state lives in the objects below; there are no module globals.
 
-The contract is a draft until API version 1.0; `docs/decisions/` records what changed it.
+The contract is docs/sdk.md; decision 016 records what changed it before it was frozen.
 """
 
 from __future__ import annotations
@@ -228,6 +228,16 @@ class KVCache(ABC):
         """One page of one layer, decoded exactly: `k` and `v` [kv_heads, page_tokens, head_dim], `index`
         [page_tokens, D]; in the storage dtype where that is a plain one, else float32."""
 
+    def components(self) -> Mapping[str, torch.Tensor]:
+        """The stored tensors of all pages, by name: `<layer>.k.<part>`, `<layer>.v.<part>`, `<layer>.index.<part>`, the
+        first dimension the page; parts and shapes belong to the layout id. For kernels of another backend that works
+        on these pages (`Session.shares_pages`). Views: what is written there is in the cache.
+
+        Raises:
+            BackendRefused: the default: pages that nobody else works on.
+        """
+        raise BackendRefused("gives no access to its pages", where=self.layout.layout_id)
+
     @abstractmethod
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy whole pages of all layers, source[i] to target[i]."""
@@ -372,7 +382,7 @@ class Backend(ABC):
     ) -> Session:
         """Open the backend.
 
-        What the manifest rules out never gets here: the core refuses another dtype, arithmetic, option or world.
+        What the manifest rules out never gets here: the core refuses another dtype, arithmetic or option.
 
         Args:
             device: a torch device name; None means the backend's own choice.

@@ -160,6 +160,9 @@ class Manifest(_Strict):
                 f"limits.tensor_parallel = {self.limits.tensor_parallel} needs more devices than"
                 f" device.min_count = {self.device.min_count}"
             )
+        repeated = [op for op in self.fallback if self.fallback.count(op) > 1]
+        if repeated:
+            raise ValueError(f"fallback lists '{repeated[0]}' more than once")
         if self.ops == "all" and self.fallback:
             raise ValueError(f"fallback lists ops of a backend that claims to serve all: {', '.join(self.fallback)}")
         return self

@@ -7,9 +7,9 @@ counts the calls.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from m31.errors import BackendRefused
+from m31.errors import BackendRefused, ContractViolation
 from m31.graph import Arithmetic, Assigned, Kernel, Refusal
 from m31.ops import StateType
 from m31.parallel import COLLECTIVES, Group, LocalGroup, collective_kernel
@@ -25,6 +25,7 @@ class Serving:
     Args:
         name: of the chosen backend.
         session: its session.
+        claimed: ops that its manifest says it serves.
         may_fall_back: ops that its manifest lets run elsewhere.
         spare: name and session of the backend that they run on; None if there is none.
         group: the ranks of this world; it serves the collectives, whatever the backend.
@@ -38,12 +39,13 @@ class Serving:
         name: str,
         session: Session,
         *,
+        claimed: Literal["all"] | Collection[str] = "all",
         may_fall_back: Collection[str] = (),
         spare: tuple[str, Session] | None = None,
         group: Group | None = None,
     ) -> None:
         self.name, self.session, self.group = name, session, group or LocalGroup()
-        self._may, self._spare = frozenset(may_fall_back), spare
+        self._claimed, self._may, self._spare = claimed, frozenset(may_fall_back), spare
         self.sessions: dict[str, Session] = {name: session} | ({spare[0]: spare[1]} if spare else {})
         if spare and (spare[1].device != session.device or dict(spare[1].dtypes) != dict(session.dtypes)):
             raise BackendRefused(
@@ -57,7 +59,7 @@ class Serving:
         """See `m31.graph.Binder`."""
         if op.spec.name in COLLECTIVES:
             return Assigned(self.name, self._collective(op), None)
-        found = self.session.kernel(op, step)
+        found = self._asked(op, step)
         if not isinstance(found, Refusal):
             return Assigned(self.name, found, None)
         if self._spare is None or op.spec.name not in self._may:
@@ -67,6 +69,24 @@ class Serving:
         if isinstance(instead, Refusal):
             return Refusal(f"{found.reason}; {name}: {instead.reason}")
         return Assigned(name, instead, found.reason)
+
+    def _asked(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
+        """The chosen backend's answer; it is asked for what its manifest claims only."""
+        if self._claimed != "all" and op.spec.name not in self._claimed:
+            return Refusal(f"backend {self.name} does not claim it")
+        found = self.session.kernel(op, step)
+        if not isinstance(found, Kernel | Refusal):
+            raise ContractViolation(
+                "opened",
+                f"answers {found!r} for {op.spec.name}",
+                where=f"backend {self.name}",
+                expected="a Kernel, or a Refusal with a reason",
+            )
+        return found
+
+    def wants(self, op: OpInstance, step: StepClass) -> bool:
+        """Whether the chosen backend has a kernel for this fused op."""
+        return isinstance(self._asked(op, step), Kernel)
 
     def _collective(self, op: OpInstance) -> Kernel:
         dtype = str(self.session.dtypes[op.spec.outputs[0].dtype]).removeprefix("torch.")

@@ -1,8 +1,9 @@
-"""Text files for a checkpoint of random weights: a small tokenizer and a chat template in the model's wire format.
+"""Text files for small checkpoints: a byte-level tokenizer and a chat template in the model's wire format.
 
 For the demonstration that `m31` runs before anyone has downloaded weights, and for tests. The vocabulary is a
 byte-level BPE trained, right here, on the passage below, so any text can be encoded; the template follows
 MODEL.md §7.2 and §7.4 in words of our own and is not the published one. The same bytes come out everywhere.
+`tokenizer_json`, `tokenizer_config` and `chat_template` also serve vocabularies that were trained elsewhere.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import functools
 import itertools
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from m31.errors import TokenizerError
+from m31.errors import TemplateError, TokenizerError
 from m31.text._pieces import byte_alphabet
 
 # (string, special); MODEL.md §7.1. Their ids are 0, 1, 2, ... whatever the vocabulary's size is.
-_STRINGS: tuple[tuple[str, bool], ...] = (
+ADDED_STRINGS: tuple[tuple[str, bool], ...] = (
     ("]~!b[", True),
     ("]~b]", True),
     ("[e~[", True),
@@ -29,7 +31,7 @@ _STRINGS: tuple[tuple[str, bool], ...] = (
     ("]<]end of image[>[", True),
 )
 BOS, EOS = "]~b]", "[e~["
-MIN_VOCAB_SIZE = len(_STRINGS) + 256
+MIN_VOCAB_SIZE = len(ADDED_STRINGS) + 256
 
 _PASSAGE = """\
 The galaxy in Andromeda is the farthest thing that people can see without an instrument. On a dark night in autumn it
@@ -99,7 +101,7 @@ _TEMPLATE = r"""
   {%- set start.developer = text_of(messages[start.at].content) -%}{%- set start.at = start.at + 1 -%}
 {%- endif -%}
 {{- ']~!b[]~b]system\n' -}}
-{{- start.root if start.root is not none else 'A small model with random weights, for trying m31.' -}}
+{{- start.root if start.root is not none else '@IDENTITY@' -}}
 {{- '\n\n<thinking_instructions>\nThoughts stand between <mm:think> and </mm:think>, before the reply.\n' -}}
 {%- if thinking_mode == 'enabled' -%}{{- 'Think before every reply.' -}}
 {%- elif thinking_mode == 'disabled' -%}{{- 'Reply at once.' -}}
@@ -160,7 +162,7 @@ _TEMPLATE = r"""
 
 def special_ids() -> dict[str, int]:
     """String -> id of the added tokens, in every vocabulary of this module. `BOS` and `EOS` name two of them."""
-    return {string: token_id for token_id, (string, _) in enumerate(_STRINGS)}
+    return {string: token_id for token_id, (string, _) in enumerate(ADDED_STRINGS)}
 
 
 def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
@@ -176,8 +178,19 @@ def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
         raise TokenizerError(
             f"a vocabulary of {vocab_size} cannot hold the demonstration tokenizer",
             where="vocab_size",
-            expected=f"at least {MIN_VOCAB_SIZE} ({len(_STRINGS)} added tokens and 256 bytes)",
+            expected=f"at least {MIN_VOCAB_SIZE} ({len(ADDED_STRINGS)} added tokens and 256 bytes)",
         )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    merges = _merges()[: vocab_size - MIN_VOCAB_SIZE]
+    return {
+        "tokenizer.json": _json(tokenizer_json(ADDED_STRINGS, merges, byte_level)),
+        "tokenizer_config.json": tokenizer_config(),
+        "chat_template.jinja": chat_template("A small model with random weights, for trying m31."),
+    }
+
+
+def tokenizer_config() -> bytes:
+    """tokenizer_config.json: the names of `BOS` and `EOS`, for libraries that do not read config.json."""
     config = {
         "bos_token": BOS,
         "eos_token": EOS,
@@ -185,21 +198,44 @@ def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1048576,
     }
-    return {
-        "tokenizer.json": _json(_tokenizer(vocab_size - MIN_VOCAB_SIZE)),
-        "tokenizer_config.json": _json(config),
-        "chat_template.jinja": _TEMPLATE.lstrip("\n").encode("utf-8"),
-    }
+    return _json(config)
+
+
+def chat_template(identity: str) -> bytes:
+    """chat_template.jinja in the wire format of MODEL.md §7.2 and §7.4.
+
+    Args:
+        identity: what the system section says unless a root message says something else. It becomes a string literal
+            of the template.
+
+    Raises:
+        TemplateError: it holds a quote, a backslash, a brace or a line end, which that literal cannot.
+    """
+    if set(identity) & set("'\\{}\n\r"):
+        raise TemplateError(
+            f"the identity {identity!r} cannot stand in a template",
+            where="identity",
+            expected="one line without quotes, backslashes and braces",
+        )
+    return _TEMPLATE.lstrip("\n").replace("@IDENTITY@", identity).encode("utf-8")
 
 
 def _json(value: object) -> bytes:
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8")
 
 
-def _tokenizer(max_merges: int) -> dict[str, object]:
-    merges = _merges()[:max_merges]
-    strings = [string for string, _ in _STRINGS] + list(byte_alphabet()) + [left + right for left, right in merges]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+def tokenizer_json(
+    added: Sequence[tuple[str, bool]], merges: Sequence[tuple[str, str]], pre_tokenizer: Mapping[str, object]
+) -> dict[str, object]:
+    """The content of a tokenizer.json: byte-level BPE; ids are the added tokens, the 256 bytes, then what merges spell.
+
+    Args:
+        added: (string, special) of the added tokens.
+        merges: pairs in the byte alphabet, first the one that is applied first. Two that spell the same share an id.
+        pre_tokenizer: its `pre_tokenizer` node; the text that it cuts has to be in the byte alphabet.
+    """
+    strings = [string for string, _ in added] + list(byte_alphabet())
+    strings += dict.fromkeys(left + right for left, right in merges)
     return {
         "version": "1.0",
         "truncation": None,
@@ -214,12 +250,12 @@ def _tokenizer(max_merges: int) -> dict[str, object]:
                 "normalized": False,
                 "special": special,
             }
-            for token_id, (string, special) in enumerate(_STRINGS)
+            for token_id, (string, special) in enumerate(added)
         ],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": byte_level,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
         "model": {
             "type": "BPE",
             "dropout": None,

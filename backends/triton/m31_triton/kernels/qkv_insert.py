@@ -89,14 +89,17 @@ def _normed_rotated(x, w, cos, sin, h, eps, HEADS: tl.constexpr, D: tl.constexpr
     there = (h < HEADS)[:, None]
     a = tl.load(x + h[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
     b = tl.load(x + h[:, None] * D + partner[None, :], mask=there, other=0.0).to(tl.float32)
+    # Read before the root: its slow path is a call, across which a value takes fewer registers than its address.
+    weight_a = tl.load(w + d).to(tl.float32)
+    weight_b = tl.load(w + partner).to(tl.float32)
+    c = tl.load(cos + d % HALF, mask=rotated, other=1.0)[None, :]
+    s = tl.load(sin + d % HALF, mask=rotated, other=0.0)[None, :]
     # D is a power of two: the product with its reciprocal is the quotient.
     mean = tl.sum(a * a, 1) * (1.0 / D)
     root = tl.sqrt_rn(mean + eps)
     inverse = tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)[:, None]
-    a = a * inverse * (1.0 + tl.load(w + d).to(tl.float32))[None, :]
-    b = b * inverse * (1.0 + tl.load(w + partner).to(tl.float32))[None, :]
-    c = tl.load(cos + d % HALF, mask=rotated, other=1.0)[None, :]
-    s = tl.load(sin + d % HALF, mask=rotated, other=0.0)[None, :]
+    a = a * inverse * (1.0 + weight_a)[None, :]
+    b = b * inverse * (1.0 + weight_b)[None, :]
     turned = tl.where((d < HALF)[None, :], a * c - b * s, a * c + b * s)
     return tl.where(rotated[None, :], turned, a).to(tl.bfloat16).to(tl.float32)
 
