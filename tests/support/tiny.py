@@ -315,7 +315,7 @@ def engine(
 def handle_of(engine: Engine, name: str) -> Any:
     """The reference's prepared weights by the name of their declaration."""
     handles = engine.compiler.weights._handles
-    return next(handle for (_, tensors), handle in handles.items() if tensors[0].startswith(f"{name}."))
+    return next(handle for (*_, tensors), handle in handles.items() if tensors[0].startswith(f"{name}."))
 
 
 def naive_logits(
