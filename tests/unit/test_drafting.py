@@ -220,6 +220,17 @@ def test_no_tokens_are_drafted_for_logits_or_before_the_first_token() -> None:
     assert len(scores.logits()) == 9
 
 
+def test_the_first_token_is_sampled_also_where_one_token_of_the_prompt_is_left() -> None:
+    """A prompt of one token, or all of it but one found in the prefix cache: the text must not depend on that."""
+    engine, drafter = told(lambda position: 5)
+    sequence = ask(prompt(1), 8)
+    engine.add(sequence)
+    engine.step()
+    assert (drafter.asked, len(sequence.sampled)) == ([], 1)
+    engine.step()
+    assert drafter.asked == [4]
+
+
 def test_the_step_that_verifies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = told(right)
     seen: list[StepClass] = []

@@ -169,3 +169,17 @@ def test_a_block_depends_on_seed_and_position_alone() -> None:
     assert verify(logits, draft, state()) == once
     others = {tuple(s.token_id for s in verify(logits, draft, state(position=at))) for at in range(20)}
     assert len(others) > 1
+
+
+def test_every_row_draws_the_numbers_of_its_own_position() -> None:
+    """What follows a kept token is what a block that begins there gives."""
+    logits = torch.tensor(np.random.default_rng(0).standard_normal((4, V)), dtype=torch.float32)
+    draft = drafted([1, 2, 3])
+    rest = Drafted(tokens=draft.tokens[1:], chances=draft.chances[1:])
+    compared = 0
+    for at in range(60):
+        found = verify(logits, draft, state(position=at))
+        if len(found) > 1:
+            compared += 1
+            assert found[1:] == verify(logits[1:], rest, state(position=at + 1))
+    assert compared > 10
