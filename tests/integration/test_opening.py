@@ -57,7 +57,7 @@ def test_a_manifest_must_list_arithmetics_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"max_context": 1 << 30}, {"kv_formats": ("float32", "int8")}, {"draft_tokens": 1}, {"video": True}]
+    "change", [{"max_context": 1 << 30}, {"kv_formats": ("float32", "int8")}, {"draft_tokens": 65}, {"video": True}]
 )
 def test_a_session_must_not_serve_more_than_its_manifest(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]

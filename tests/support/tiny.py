@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from tests.support import numerics
 
-from m31.config import Moe, SparseAttention, SwigluOai, Text
+from m31.config import Draft, Moe, SparseAttention, SwigluOai, Text
 from m31.engine.api import STEPS
 from m31.engine.compiler import Compiler, whole
+from m31.engine.drafting import DraftCompilers, Drafter, DraftHead
 from m31.engine.engine import Engine
 from m31.formats import mxfp8, nvfp4
 from m31.formats.arithmetic import ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
-from m31.graph import Call, ModelGraph, Rounding, trace
+from m31.graph import NO_ROUNDING, Call, ModelGraph, Rounding, trace, trace_draft
 from m31.ops import StateType, WeightDecl
 from m31.ops.moe import activation
 from m31.sdk.backend import KVSpec
@@ -205,6 +206,41 @@ def input_scales(values: Mapping[str, torch.Tensor | Quantised]) -> dict[str, fl
     return {n: float(v.stored["input_global_scale"]) for n, v in values.items() if getattr(v, "format", "") == "nvfp4"}
 
 
+def draft(target: Text, **changes: Any) -> Draft:
+    """A draft head for `target`: two layers, blocks of 5, a window of 9, taps of three layers."""
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": target.hidden_size,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": target.vocab_size,
+        "intermediate_size": 40,
+        "block_size": 5,
+        "noise_token_id": target.vocab_size - 1,
+        "target_layer_ids": tuple(range(target.num_layers))[-3:],
+        "target_num_layers": target.num_layers,
+        "markov_rank": 6,
+        "confidence_with_markov": True,
+        "sliding_window": 9,
+        "rope_theta": target.rope_theta,
+        "rotary_dim": 4,
+        "rms_norm_eps": target.rms_norm_eps,
+        "activation": target.activation,
+        "quantization": None,
+    }
+    return Draft(**{**values, **changes})
+
+
+def draft_weights(head: Draft, seed: int) -> dict[str, torch.Tensor]:
+    """Random weights of a draft head, without those that it shares with its target."""
+    graphs = trace_draft(head, NO_ROUNDING, None, ("", ""))
+    found: dict[str, torch.Tensor] = {}
+    for at, graph in enumerate((graphs.context, graphs.block, graphs.markov)):
+        found = weights(graph, seed + at) | found
+    return {name: value for name, value in found.items() if name.startswith("dspark.")}
+
+
 def weights(graph: ModelGraph, seed: int) -> dict[str, torch.Tensor]:
     """Random float32 weights that make every branch matter: large enough for clamps, norms and biases not zero."""
     rng = torch.Generator().manual_seed(seed)
@@ -228,8 +264,17 @@ def engine(
     arithmetic: str = "exact",
     weight_cache_bytes: int | None = None,
     prefix_cache: bool = False,
+    head: Draft | None = None,
+    draft_tokens: int | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
-    """An engine over the reference backend, its pages poisoned. Pages are in the compute dtype unless told."""
+    """An engine over the reference backend, its pages poisoned. Pages are in the compute dtype unless told.
+
+    Args:
+        head: a draft head, whose weights are among `values`.
+        draft_tokens: most tokens of a draft; None is the head's block size.
+        drafter: who drafts instead of `head`.
+    """
     session = ReferenceBackend(None).open(  # type: ignore[arg-type]
         device=None,
         dtype=dtype,
@@ -239,22 +284,38 @@ def engine(
         options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
     spec = KVSpec.of(description, kv or dtype, index or dtype, order)  # type: ignore[arg-type]
-    graph = trace(description, Rounding.of(session.numerics, spec.kv_format, spec.index_format))
+    taps = head.target_layer_ids if head is not None else (0,) if drafter is not None else ()
+    graph = trace(description, Rounding.of(session.numerics, spec.kv_format, spec.index_format), taps=taps)
     cache = session.kv_layout(spec).allocate(pages)
     cache.poison(range(pages))
     serving = Serving("reference", session)
-    compiler = Compiler(serving, graph, description, whole(serving, lambda name: held(name, values[name])))  # type: ignore[arg-type, return-value]
+    weights = whole(serving, lambda name: held(name, values[name]))  # type: ignore[arg-type, return-value]
+    compiler = Compiler(serving, graph, description, weights)
+    if head is not None:
+        own = KVSpec.of_draft(head, spec, dtype if arithmetic == "exact" else "bfloat16")  # type: ignore[arg-type]
+        rounding = Rounding.of(session.numerics, own.kv_format, own.index_format)
+        graphs = trace_draft(head, rounding, None, (own.kv_format, own.index_format))
+        compilers = DraftCompilers(graphs, serving, weights, draft_tokens or head.block_size)
+        compilers.bind()
+        rows = session.kv_layout(own).allocate(pages)
+        rows.poison(range(pages))
+        drafter = DraftHead(compilers, rows, page_tokens=own.page_tokens, noise=head.noise_token_id)
     for step in STEPS:  # as m31.load does: the weights are checked now
         compiler.bind(step)
     return Engine(
-        compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=chunk, prefix_cache=prefix_cache
+        compiler=compiler,
+        cache=cache,
+        page_tokens=spec.page_tokens,
+        chunk_tokens=chunk,
+        prefix_cache=prefix_cache,
+        drafter=drafter,
     )
 
 
 def handle_of(engine: Engine, name: str) -> Any:
     """The reference's prepared weights by the name of their declaration."""
     handles = engine.compiler.weights._handles
-    return next(handle for (_, tensors), handle in handles.items() if tensors[0].startswith(f"{name}."))
+    return next(handle for (*_, tensors), handle in handles.items() if tensors[0].startswith(f"{name}."))
 
 
 def naive_logits(

@@ -35,6 +35,8 @@ class FakeStats:
     decode_seconds: float = 2.0
     prefill_tokens_per_second: float | None = 24.0
     decode_tokens_per_second: float | None = 8.0
+    accepted_per_verify: float | None = None
+    draft_confidence: float | None = None
     seed: int = 7
 
 

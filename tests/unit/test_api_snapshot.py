@@ -1,4 +1,4 @@
-"""The frozen contract: every public name and signature of API 1.0."""
+"""The frozen contract: every public name and signature of API 1."""
 
 from __future__ import annotations
 

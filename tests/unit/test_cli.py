@@ -129,7 +129,7 @@ def test_run_streams_the_answer(fake: FakeModel, capsys: pytest.CaptureFixture[s
 def test_flags_reach_the_library(fake: FakeModel) -> None:
     words = "--max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 3 --stop A --stop B"
     words += " --repetition-penalty 1.1 --presence-penalty 0.2 --ignore-eos"
-    words += " --backend reference --device cpu --dtype float64 --max-context 512"
+    words += " --backend reference --device cpu --dtype float64 --max-context 512 --draft 3"
     words += " --kv-dtype fp8 --index-dtype int8 --arithmetic w8a8-mxfp8 --v-scale-order token_quad"
     assert main(["run", *words.split(), "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {
@@ -144,7 +144,7 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
         "presence_penalty": 0.2,
         "ignore_eos": True,
     }
-    options = {"backend": "reference", "device": "cpu", "dtype": "float64", "max_context": 512}
+    options = {"backend": "reference", "device": "cpu", "dtype": "float64", "max_context": 512, "draft": 3}
     formats = {"kv_dtype": "fp8", "index_dtype": "int8", "arithmetic": "w8a8-mxfp8", "v_scale_order": "token_quad"}
     assert fake.loads == [(Path("ckpt"), options | formats)]
 
@@ -152,7 +152,7 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
 def test_flags_not_given_keep_the_librarys_defaults(fake: FakeModel) -> None:
     assert main(["run", "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {}
-    unset = ("backend", "device", "kv_dtype", "index_dtype", "v_scale_order", "arithmetic", "max_context")
+    unset = ("backend", "device", "kv_dtype", "index_dtype", "v_scale_order", "arithmetic", "max_context", "draft")
     assert fake.loads[0][1] == dict.fromkeys(("dtype", *unset))
 
 
@@ -245,6 +245,8 @@ def test_json_lines(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None
         "decode_seconds": 2.0,
         "prefill_tokens_per_second": 24.0,
         "decode_tokens_per_second": 8.0,
+        "accepted_per_verify": None,
+        "draft_confidence": None,
         "seed": 7,
     }
 

@@ -21,6 +21,7 @@ from m31.parallel import COLLECTIVES, LocalGroup, collective_kernel
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import Store
 from m31_reference.codecs import Plain
+from m31_reference.draft import DRAFT
 from m31_reference.kernels import KERNELS
 from m31_reference.weights import Weights
 
@@ -37,10 +38,11 @@ def kernel(spec: OpSpec, attrs: Attrs) -> Any:
     """The reference's kernel; collectives are the group's, which is the identity for a world of one."""
     if spec.name in COLLECTIVES:
         return collective_kernel(Collective(spec, attrs), LocalGroup())
-    return (KERNELS.get(spec.name) or ATTENTION[spec.name])(attrs)
+    return (KERNELS | ATTENTION | DRAFT)[spec.name](attrs)
 
 
-CASES = [(spec, case) for spec in ops.ALL.values() for case in spec.cases()]
+SPECS = ops.ALL | ops.DRAFT
+CASES = [(spec, case) for spec in SPECS.values() for case in spec.cases()]
 
 
 class Pages:
@@ -124,7 +126,9 @@ def test_reference_equals_naive(spec: OpSpec, case: Case, dtype: torch.dtype, ga
 
 
 def test_the_case_list_reaches_every_op() -> None:
-    assert {spec.name for spec, _ in CASES} == set(ops.ALL) == set(KERNELS) | set(ATTENTION) | set(COLLECTIVES)
+    assert {spec.name for spec, _ in CASES} == set(ops.ALL) | set(ops.DRAFT)
+    assert set(ops.ALL) == set(KERNELS) | set(ATTENTION) | set(COLLECTIVES)
+    assert set(ops.DRAFT) == set(DRAFT)
 
 
 @pytest.mark.parametrize("name", ["choice", "choice-before-unwritten", "choice-in-company", "choice-at-128"])
@@ -144,7 +148,7 @@ def test_sparse_cases_leave_blocks_out(name: str) -> None:
         assert not np.isnan(k[last, :, 2]).any()
 
 
-@pytest.mark.parametrize("spec", ops.ALL.values(), ids=list(ops.ALL))
+@pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 def test_declared_refusals_are_refused(spec: OpSpec) -> None:
     assert spec.refuses
     for _, attrs, types in spec.refuses:
@@ -152,7 +156,7 @@ def test_declared_refusals_are_refused(spec: OpSpec) -> None:
             spec.types(attrs, types)
 
 
-@pytest.mark.parametrize("spec", [s for s in ops.ALL.values() if s.attrs], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [s for s in SPECS.values() if s.attrs], ids=lambda s: s.name)
 def test_no_attribute_has_a_default(spec: OpSpec) -> None:
     """BUG-2: a dropped parameter is an error, never a plausible value."""
     case = next(spec.cases())

@@ -17,6 +17,7 @@ from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Limits, Sessi
 from m31.sdk.memory import host_memory_free
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import PagedLayout
+from m31_reference.draft import DRAFT
 from m31_reference.emulation import emulated
 from m31_reference.kernels import KERNELS
 from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite, transformed
@@ -77,6 +78,8 @@ class ReferenceSession(Session):
             run = ATTENTION[name](op.attrs, None)
         elif name in KERNELS:
             run = KERNELS[name](op.attrs)
+        elif name in DRAFT:
+            run = DRAFT[name](op.attrs)
         else:
             return Refusal("the reference does not implement it")
         output = "bfloat16" if name.startswith("round_") else self.compute
@@ -175,8 +178,8 @@ class ReferenceSession(Session):
         return scale.to(self.device)
 
     def kv_layout(self, spec: KVSpec) -> KVLayout:
-        """Pages of any format, read as the session's arithmetic reads them."""
-        read = self.numerics.kv_read
+        """Pages of any format, read as the session's arithmetic reads them; a draft head's, as they are stored."""
+        read = "exact" if spec.draft else self.numerics.kv_read
         if read != "exact" and spec.kv_format not in ("nvfp4", "fp8"):
             raise BackendRefused(
                 f"arithmetic '{self.numerics.name}' reads keys and values as E4M3, the pages are {spec.kv_format}",

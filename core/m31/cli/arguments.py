@@ -74,6 +74,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-context", metavar="N", type=_int, help="tokens of context to reserve (default: what fits)"
     )
+    group.add_argument(
+        "--draft", metavar="N", type=_int, help="tokens that the draft head proposes per step (default: no drafting)"
+    )
 
 
 def _add_formats(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -31,6 +31,10 @@ class Stats(Protocol):
     @property
     def decode_tokens_per_second(self) -> float | None: ...
     @property
+    def accepted_per_verify(self) -> float | None: ...
+    @property
+    def draft_confidence(self) -> float | None: ...
+    @property
     def seed(self) -> int: ...
 
 
@@ -123,7 +127,7 @@ def open_model(args: argparse.Namespace) -> Model:
     """
     import m31
 
-    model: Model = m31.load(Path(args.checkpoint), max_context=args.max_context, **formats(args))
+    model: Model = m31.load(Path(args.checkpoint), max_context=args.max_context, draft=args.draft, **formats(args))
     return model
 
 
@@ -249,6 +253,8 @@ def stats_fields(stats: Stats) -> dict[str, float | int | None]:
         "decode_seconds": stats.decode_seconds,
         "prefill_tokens_per_second": stats.prefill_tokens_per_second,
         "decode_tokens_per_second": stats.decode_tokens_per_second,
+        "accepted_per_verify": stats.accepted_per_verify,
+        "draft_confidence": stats.draft_confidence,
         "seed": stats.seed,
     }
 
@@ -269,11 +275,13 @@ def conclude(model: Model, generation: Generation, out: Output, *, interrupted: 
             fallback_calls=dict(model.fallback_calls),
         )
     elsewhere = sum(model.fallback_calls.values())
+    kept = stats.accepted_per_verify
     formats = ", ".join(f"{key} {value}" for key, value in model.formats.items())
     out.note(
         f"{stats.prompt_tokens} prompt tokens, {stats.generated_tokens} generated; "
         f"prefill {_speed(stats.prefill_tokens_per_second)}, decode {_speed(stats.decode_tokens_per_second)}; "
-        f"ended: {ended}; backend {model.decision.name}; {formats}; seed {stats.seed}"
+        + (f"{kept:.2f} drafted tokens kept per verify; " if kept is not None else "")
+        + f"ended: {ended}; backend {model.decision.name}; {formats}; seed {stats.seed}"
         + (f"; {elsewhere:,} op calls fell back" if elsewhere else "")
     )
 

@@ -22,10 +22,12 @@ RULES = {
     "opened": "a session is what it was opened as, and answers with the types of the contract",
     "limits": "a session serves at most what its manifest declares",
     "layout-id": "pages of another layout id, version included, are refused, and nothing is written",
+    "extra-outputs": "a plan of a graph with extras gives their values of its last run",
 }
-"""Name -> what it asks. `opened`, `limits` and `prepared-at-load` are checked wherever a checkpoint is opened and run.
-Two more are enforced where they apply: a fusion that does not match as often as the model has its body is refused by
-the fuse pass, and an op falls back only if the manifest lists it (`m31.sdk.Serving`)."""
+"""Name -> what it asks. `opened`, `limits` and `prepared-at-load` are checked wherever a checkpoint is opened and run,
+`extra-outputs` where the engine drafts. Two more are enforced where they apply: a fusion that does not match as often
+as the model has its body is refused by the fuse pass, and an op falls back only if the manifest lists it
+(`m31.sdk.Serving`)."""
 
 __all__ = [
     "RULES",

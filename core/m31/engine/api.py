@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from m31.engine.compiler import bucket
+from m31.engine.drafting import DraftHead
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
-from m31.engine.opening import Opened, fallback_note, open_model
+from m31.engine.opening import Opened, OpenedDraft, fallback_note, open_model
 from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
@@ -36,6 +38,7 @@ def load(
     arithmetic: str | None = None,
     max_context: int | None = None,
     weight_cache_bytes: int | None = None,
+    draft: int | None = None,
 ) -> Model:
     """Load a checkpoint folder.
 
@@ -54,6 +57,8 @@ def load(
         max_context: most tokens of a sequence; None is what model, backend and memory allow.
         weight_cache_bytes: bytes of decoded weights kept in memory, for a backend that decodes quantised weights while
             it runs; None is its own choice.
+        draft: tokens that the checkpoint's draft head proposes for each step, from 1 to its block size; what the model
+            does not confirm is dropped, so that texts are distributed as without (MODEL.md §5). None is no drafting.
 
     Raises:
         BackendError: no such backend, or it cannot be used here.
@@ -70,7 +75,7 @@ def load(
             "v_scale_order": v_scale_order,
             "arithmetic": arithmetic,
         },
-        {"max_context": (max_context, 1), "weight_cache_bytes": (weight_cache_bytes, 0)},
+        {"max_context": (max_context, 1), "weight_cache_bytes": (weight_cache_bytes, 0), "draft": (draft, 1)},
     )
     opened = open_model(
         Path(path),
@@ -81,6 +86,7 @@ def load(
         index_dtype=index_dtype,
         v_scale_order=v_scale_order,
         arithmetic=arithmetic,
+        draft=draft,
         options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
     checkpoint, compiler, spec = opened.checkpoint, opened.compiler, opened.spec
@@ -90,17 +96,29 @@ def load(
     if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder, vocab_size=text.vocab_size, bos=text.bos_token_id, eos=text.eos_token_ids)
     template = ChatTemplate.find(folder)
-    assigned = list(compiler.assigned(STEPS))
-    layout = opened.serving.kv_layout(spec, assigned)
+    steps = STEPS if draft is None else (*STEPS, _verifying(draft))
+    assigned = list(compiler.assigned(steps))
+    layouts = [opened.serving.kv_layout(spec, assigned)]
+    if opened.draft is not None:
+        own = opened.draft.compilers.assigned()
+        layouts.append(opened.serving.kv_layout(opened.draft.spec, own))
+        assigned += own
     cap = _cap(opened, max_context)
-    cap, cache = _allocate(
-        session, spec, layout, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
+    cap, caches = _allocate(
+        session, spec, layouts, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
     )
-    for step in STEPS:  # a fault of the weights shows now, not in the middle of a text
+    for step in steps:  # a fault of the weights shows now, not in the middle of a text
         compiler.bind(step)
+    if opened.draft is not None:
+        opened.draft.compilers.bind()
     compiler.weights.seal()
     engine = Engine(
-        compiler=compiler, cache=cache, page_tokens=spec.page_tokens, chunk_tokens=CHUNK_TOKENS, prefix_cache=False
+        compiler=compiler,
+        cache=caches[0],
+        page_tokens=spec.page_tokens,
+        chunk_tokens=CHUNK_TOKENS,
+        prefix_cache=False,
+        drafter=None if opened.draft is None else _head(opened.draft, caches[1]),
     )
     return Model(
         config=config,
@@ -122,6 +140,10 @@ def load(
             *_session_notes(opened.serving),
         ),
     )
+
+
+def _head(opened: OpenedDraft, cache: KVCache) -> DraftHead:
+    return DraftHead(opened.compilers, cache, page_tokens=opened.spec.page_tokens, noise=opened.config.noise_token_id)
 
 
 def _session_notes(serving: Serving) -> list[str]:
@@ -147,6 +169,11 @@ def _check_arguments(names: dict[str, object], numbers: dict[str, tuple[object, 
             raise RequestError(f"{argument} is {number!r}", expected=f"a whole number from {least} on, or None")
 
 
+def _verifying(draft: int) -> StepClass:
+    tokens = bucket(draft + 1)
+    return StepClass(kind="verify", q_len=draft + 1, tokens=tokens, seqs=1, rows=tokens, pages=16)
+
+
 def _cap(opened: Opened, max_context: int | None) -> Cap:
     """The context cap before memory is looked at: the least of model, manifest, session and the caller's wish."""
     cap = Cap(opened.checkpoint.config.text.max_position, "this model")
@@ -162,19 +189,21 @@ def _cap(opened: Opened, max_context: int | None) -> Cap:
 
 
 def _allocate(
-    session: Session, spec: KVSpec, layout: KVLayout, cap: Cap, weight_bytes: int, who: str, *, exact: bool
-) -> tuple[Cap, KVCache]:
+    session: Session, spec: KVSpec, layouts: list[KVLayout], cap: Cap, weight_bytes: int, who: str, *, exact: bool
+) -> tuple[Cap, list[KVCache]]:
     """The pages for the cap; nothing is allocated that does not fit.
 
     Args:
+        layouts: of the caches that share page ids: the model's, and its draft head's if there is one.
         weight_bytes: what the weights are about to allocate.
         exact: the cap was asked for and may not shrink.
     """
     free = session.memory_free()
-    if layout.page_bytes < 1 or weight_bytes < 0:
+    page_bytes = sum(layout.page_bytes for layout in layouts)
+    if min(layout.page_bytes for layout in layouts) < 1 or weight_bytes < 0:
         raise ContractViolation(
             "opened",
-            f"says {layout.page_bytes} bytes a page and {weight_bytes} bytes of weights",
+            f"says {page_bytes} bytes a page and {weight_bytes} bytes of weights",
             where=f"backend {who}",
             expected="a positive number of bytes a page, and none or more for weights",
         )
@@ -186,11 +215,11 @@ def _allocate(
             fix="free memory, or use a machine or a backend that holds them as they are stored",
         )
     budget = int((free - weight_bytes) * _KV_SHARE)
-    affordable = budget // layout.page_bytes
+    affordable = budget // page_bytes
     wanted = -(-cap.tokens // spec.page_tokens)
     if affordable < (wanted if exact else 1):
         raise MemoryBudgetExceeded(
-            f"KV pages need {(wanted if exact else 1) * layout.page_bytes / 1e9:.2f} GB",
+            f"KV pages need {(wanted if exact else 1) * page_bytes / 1e9:.2f} GB",
             where=f"backend {who}",
             expected=f"at most {budget / 1e9:.2f} GB, the budget on this device now",
             fix="lower max_context, or free memory",
@@ -198,7 +227,7 @@ def _allocate(
     if wanted > affordable:
         cap = Cap(affordable * spec.page_tokens, "the memory budget of this machine")
     pages = min(affordable, max(wanted, -(-_POOL_TOKENS // spec.page_tokens)))
-    return cap, layout.allocate(pages)
+    return cap, [layout.allocate(pages) for layout in layouts]
 
 
 def _weight_format(graph: ModelGraph) -> str:

@@ -27,6 +27,12 @@ from m31.sdk.backend import LazyTensor
 from m31.sdk.serving import Serving
 
 _KEPT_PLANS = 8
+MIN_PAGES = 16  # smallest page-table width of a plan
+
+
+def bucket(count: int) -> int:
+    """The capacity that serves `count`: the next power of two, at least 1."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 class PreparedWeights:
@@ -91,12 +97,20 @@ class Compiler:
     Args:
         serving: who serves the ops.
         graph: the traced model of this rank.
-        text: the description that it was traced from.
+        text: the description that it was traced from, or None for a graph in which nothing is fused.
         weights: its weights.
+        batch: what holds the buffers of a step.
     """
 
-    def __init__(self, serving: Serving, graph: ModelGraph, text: Text, weights: PreparedWeights) -> None:
-        self.serving, self.graph, self.weights, self._text = serving, graph, weights, text
+    def __init__(
+        self,
+        serving: Serving,
+        graph: ModelGraph,
+        text: Text | None,
+        weights: PreparedWeights,
+        batch: type[StepBatch] = StepBatch,
+    ) -> None:
+        self.serving, self.graph, self.weights, self._text, self._batch = serving, graph, weights, text, batch
         self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch, Mapping[str, int]]] = OrderedDict()
 
     def assigned(self, steps: Iterable[StepClass]) -> Iterator[tuple[OpInstance, Assigned]]:
@@ -108,6 +122,8 @@ class Compiler:
 
     def fused(self, step: StepClass) -> tuple[ModelGraph, FusionReport]:
         """The graph with the fused ops that the backend wants and has a kernel for at this step class."""
+        if self._text is None:
+            return self.graph, FusionReport(())
         unknown = [name for name in self.serving.session.fusions() if name not in FUSED]
         if unknown:
             raise ContractViolation(
@@ -130,7 +146,7 @@ class Compiler:
             bound, session = self.bind(step), self.serving.session
             self._plans[step] = (
                 session.compile(bound, step),
-                StepBatch.allocate(step, session.device),
+                self._batch.allocate(step, session.device),
                 bound.fallbacks,
             )
             if len(self._plans) > _KEPT_PLANS:

@@ -3,101 +3,33 @@
 A sequence is admitted when the pages for its prompt and all the tokens that it may still generate can be promised, so
 an admitted sequence always finishes. Each step takes one token of every decoding sequence and fills the rest of its
 token budget with prefill chunks; a chunk may end anywhere.
+
+With a draft head each decoding sequence takes its anchor and a few drafted tokens instead of one token, and keeps what
+verification leaves of them (MODEL.md §5.4). How many are drafted depends on the sequence alone, never on its company,
+and so does its text. Drafts are made one sequence after the other; the target verifies them all in one step.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass, field
 
 import torch
 
-from m31.engine.compiler import Compiler
+from m31.engine.compiler import MIN_PAGES, Compiler, bucket
+from m31.engine.drafting import Drafter, extra
 from m31.engine.pages import PageTable
 from m31.engine.pool import PagePool
-from m31.engine.sampling import RowState, Sampled, SamplingParams, sample
-from m31.engine.seals import PLAIN, Context
+from m31.engine.sampling import RowState, sample
+from m31.engine.sequence import Result, Sequence, Work
+from m31.engine.verify import verify
 from m31.errors import M31Error, PagesExhausted
 from m31.graph import StepClass
 from m31.sdk.backend import KVCache
 
+__all__ = ["Engine", "Sequence"]
+
 _LOGITS_CHUNK = 256  # tokens of a step whose every row gets full-vocabulary logits
-_MIN_PAGES = 16  # smallest page-table width of a plan
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One sequence in the engine. With `params` None it generates nothing: the caller wants the logits of its tokens.
-
-    What a step produces is added by one append, so an interrupt at any moment leaves a sequence that can go on.
-
-    Attributes:
-        params: resolved parameters (`max_tokens` and seed are set), or None.
-        request: tells apart sequences of one seed, see RowState.
-        stop_ids: tokens that end the text.
-        context: what its pages depend on besides tokens; PLAIN is text of a tenant without salt, without adapter.
-        table: its pages, from admission on.
-        sampled: the generated tokens; the owner reads them from where it last stopped.
-        rows: float32 logits [n,V] by the position of their first row, when `params` is None.
-        reason: "stop" or "length" once no more tokens will come.
-        error: why the sequence ended, if it failed; raised to its owner and to nobody else.
-    """
-
-    prompt: tuple[int, ...]
-    params: SamplingParams | None
-    seed: int
-    request: int
-    stop_ids: frozenset[int]
-    context: Context = PLAIN
-    table: PageTable | None = None
-    sampled: list[Sampled] = field(default_factory=list)
-    rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    done: bool = False
-    reason: str | None = None
-    error: M31Error | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens that are known: prompt and generated."""
-        return len(self.prompt) + len(self.sampled)
-
-    @property
-    def computed(self) -> int:
-        """How many of its tokens are in the cache."""
-        return self.table.length if self.table is not None else 0
-
-    @property
-    def pages(self) -> list[int]:
-        """The physical pages that it holds."""
-        return self.table.pages if self.table is not None else []
-
-    @property
-    def pending(self) -> int:
-        """Tokens that are known and not computed."""
-        return self.length - self.computed
-
-    def ids(self, start: int, end: int) -> list[int]:
-        """Tokens at positions start .. end - 1."""
-        n = len(self.prompt)
-        return [*self.prompt[start:end], *(s.token_id for s in self.sampled[max(0, start - n) : max(0, end - n)])]
-
-    def logits(self) -> torch.Tensor:
-        """All rows so far, in order of position."""
-        return torch.cat([self.rows[start] for start in sorted(self.rows)])
-
-    @property
-    def max_new(self) -> int:
-        """Tokens to generate at most; 0 without `params`."""
-        if self.params is None:
-            return 0
-        assert self.params.max_tokens is not None, "resolve the parameters first"
-        return self.params.max_tokens
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the sequence may ever hold in the cache. The last sampled token is never run."""
-        return len(self.prompt) + max(0, self.max_new - 1)
 
 
 class Engine:
@@ -110,6 +42,7 @@ class Engine:
         chunk_tokens: most tokens of one step.
         prefix_cache: whether sequences use pages that others have computed for the same beginning. A sequence whose
             logits are wanted for every token never does, and its own pages are not used by others.
+        drafter: who drafts tokens, or None; the compiler's graph then has taps.
     """
 
     def __init__(
@@ -120,14 +53,19 @@ class Engine:
         page_tokens: int,
         chunk_tokens: int,
         prefix_cache: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         self.compiler, self.cache, self.page_tokens, self.chunk_tokens = compiler, cache, page_tokens, chunk_tokens
-        self.fallback_calls: Counter[str] = Counter()  # calls of which op ran on another backend than the chosen one
-        self.pool = PagePool(cache, page_tokens=page_tokens, prefix_cache=prefix_cache, poison=False)
+        self.drafter = drafter
+        # Calls of which op ran on another backend than the chosen one.
+        self.fallback_calls = Counter[str]() if drafter is None else drafter.fallback_calls
+        also = drafter.caches if drafter is not None else ()
+        self.pool = PagePool(cache, page_tokens=page_tokens, prefix_cache=prefix_cache, poison=False, also=also)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self.lock = threading.RLock()  # one step at a time, whichever thread asks for it
         self._at_work = False
+        self._taps = torch.empty(0)  # of the last step, with a drafter
         self._leaving: list[Sequence] = []  # removed; their pages go back when nothing is at work with them
 
     def add(self, sequence: Sequence) -> None:
@@ -183,29 +121,47 @@ class Engine:
     def _step(self) -> None:
         self._at_work = True
         try:
+            self._undraft()
             self._admit()
-            work = self._schedule()
-            if not work:
+            scheduled = self._schedule()
+            if not scheduled:
                 raise M31Error(
                     "no sequence can run", where="engine", fix="report this: an admitted sequence must always run"
                 )
+            work = [item for item in scheduled if self._draft(item)]
+            if not work:
+                return  # every draft failed; their sequences end with the reason
             logits, owners = self._forward(work)
-            results = [self._result(sequence, logits[row]) for sequence, row in owners]
-            for (sequence, _), result in zip(owners, results, strict=True):
-                if not sequence.done:
-                    self._deliver(sequence, result)
+            results = {item: self._result(item, logits[rows]) for item, rows in owners}
+            kept = {item: item.kept(results[item]) if item in results else item.count for item in work}
+            self._learn(kept)
+            for item, result in results.items():
+                if not item.sequence.done:
+                    self._deliver(item, result)
             # Last: a sequence that lags behind what it was given computes the same again, one that ran ahead would wait
             # for a token that never comes.
-            for sequence, count in work:
-                self._commit(sequence, count)
+            for item, count in kept.items():
+                self._commit(item, count)
         finally:
             self._at_work = False
             self._let_go()
 
-    def _commit(self, sequence: Sequence, count: int) -> None:
-        """The pages hold the next `count` tokens. Those of a sequence that failed are withdrawn when it is let go."""
-        assert sequence.table is not None, "a running sequence has its pages"
-        sequence.table.append(sequence.ids(sequence.computed, sequence.computed + count))
+    def _undraft(self) -> None:
+        """Drop drafts that an interrupt left undecided."""
+        for sequence in self._running:
+            if sequence.table is not None and (undecided := sequence.table.length - sequence.table.committed):
+                sequence.table.rewind(undecided)
+
+    def _commit(self, item: Work, kept: int) -> None:
+        """The pages hold the next `kept` tokens. Those of a sequence that failed are withdrawn when it is let go."""
+        sequence, table = item.sequence, item.sequence.table
+        assert table is not None, "a running sequence has its pages"
+        if item.drafted.tokens:
+            table.draft(item.tokens)
+            table.commit(kept)
+            table.rewind(len(item.tokens) - kept)
+        else:
+            table.append(item.tokens)
         if sequence.params is None and not sequence.pending:
             self._finish(sequence, "length")
 
@@ -227,70 +183,111 @@ class Engine:
                 return  # the others wait behind it
             self._running.append(self._waiting.popleft())
 
-    def _schedule(self) -> list[tuple[Sequence, int]]:
-        """(sequence, tokens to compute): decodes first, then chunks in order of arrival."""
+    def _schedule(self) -> list[Work]:
+        """Decodes first, then chunks in order of arrival. A draft is never cut to the budget: it waits."""
         budget = self.chunk_tokens
-        work: list[tuple[Sequence, int]] = []
+        work: list[Work] = []
         for sequence in sorted(self._running, key=lambda s: s.pending > 1):  # stable: order of arrival within each
+            wanted = self._wanted(sequence)
             count = min(sequence.pending, budget, _LOGITS_CHUNK if sequence.params is None else budget)
-            if count:
-                work.append((sequence, count))
-                budget -= count
+            if count and count + wanted <= budget:
+                work.append(Work(sequence, count, wanted))
+                budget -= count + wanted
         return work
 
-    def _forward(self, work: list[tuple[Sequence, int]]) -> tuple[torch.Tensor, list[tuple[Sequence, slice]]]:
+    def _wanted(self, sequence: Sequence) -> int:
+        """How many tokens to draft for a sequence: as many as it may still generate, less the one that follows them.
+
+        The first token is never drafted, whether its prompt was computed or found.
+        """
+        if self.drafter is None or not sequence.sampled or sequence.pending != 1:
+            return 0
+        return min(self.drafter.tokens, self.chunk_tokens - 1, sequence.max_new - len(sequence.sampled) - 1)
+
+    def _draft(self, item: Work) -> bool:
+        """Draft what is wanted. False if that failed, which ends the sequence."""
+        sequence = item.sequence
+        if item.wanted == 0 or self.drafter is None:
+            return True
+        assert sequence.table is not None, "a running sequence has its pages"
+        (anchor,) = sequence.ids(sequence.computed, sequence.length)
+        try:
+            item.drafted = self.drafter.draft(anchor, item.wanted, sequence.table.pages, self._state(sequence))
+        except M31Error as error:
+            sequence.error = error
+            self.remove(sequence)
+            return False
+        return True
+
+    def _learn(self, kept: dict[Work, int]) -> None:
+        """Show the draft head what the target made of the tokens that stay."""
+        if self.drafter is None:
+            return
+        rows: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        first = 0
+        for item, count in kept.items():
+            rows += range(first, first + count)
+            positions += range(item.start, item.start + count)
+            slots += item.slots[:count]
+            first += len(item.tokens)
+        self.drafter.learn(self._taps[torch.tensor(rows, device=self._taps.device)], positions, slots)
+
+    def _forward(self, work: list[Work]) -> tuple[torch.Tensor, list[tuple[Work, slice]]]:
         """Logits of the step and which of its rows belong to whom."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         tables: list[list[int]] = []
         out_rows: list[int] = []
-        owners: list[tuple[Sequence, slice]] = []
-        for s, count in work:
-            start, end = s.computed, s.computed + count
+        owners: list[tuple[Work, slice]] = []
+        for item in work:
+            s, start, known = item.sequence, item.start, item.start + item.count
+            item.tokens = [*s.ids(start, known), *item.drafted.tokens]
+            end = start + len(item.tokens)
             first_row = len(tokens)
-            tokens += s.ids(start, end)
+            tokens += item.tokens
             positions += range(start, end)
             assert s.table is not None, "a running sequence has its pages"
-            slots += s.table.place(count)
+            item.slots = s.table.place(len(item.tokens))
+            slots += item.slots
             tables.append(s.table.pages[: self.pool.pages_for(end)])
-            wanted = (
-                range(first_row, first_row + count)
-                if s.params is None
-                else range(first_row + count - 1, first_row + count)
-            )
-            if s.params is None or end == s.length:
-                owners.append((s, slice(len(out_rows), len(out_rows) + len(wanted))))
+            wanted = range(first_row if s.params is None else first_row + item.count - 1, first_row + len(item.tokens))
+            if s.params is None or known == s.length:
+                owners.append((item, slice(len(out_rows), len(out_rows) + len(wanted))))
                 out_rows += wanted
-        q_lens = [count for _, count in work]
+        q_lens = [len(item.tokens) for item in work]
         decode = all(n == 1 for n in q_lens)
+        verifies = len(set(q_lens)) == 1 and all(item.drafted.tokens for item in work)
         step = StepClass(
-            kind="decode" if decode else "mixed",
-            q_len=1 if decode else 0,
-            tokens=_bucket(len(tokens)),
-            seqs=_bucket(len(work)),
-            rows=_bucket(len(out_rows)),
-            pages=max(_MIN_PAGES, _bucket(max(map(len, tables)))),
+            kind="decode" if decode else "verify" if verifies else "mixed",
+            q_len=q_lens[0] if decode or verifies else 0,
+            tokens=bucket(len(tokens)),
+            seqs=bucket(len(work)),
+            rows=bucket(len(out_rows)),
+            pages=max(MIN_PAGES, bucket(max(map(len, tables)))),
         )
         plan, batch, fallbacks = self.compiler.plan(step)
         batch.fill(
             tokens=tokens,
             positions=positions,
             q_lens=q_lens,
-            seq_lens=[s.computed + n for s, n in work],
+            seq_lens=[item.start + len(item.tokens) for item in work],
             slot_map=slots,
             page_table=tables,
             out_rows=out_rows,
         )
         logits = plan.run(batch, self.cache)
+        if self.drafter is not None:
+            self._taps = extra(plan, "taps")
         self.fallback_calls.update(fallbacks)
         return logits, owners
 
-    def _result(self, sequence: Sequence, logits: torch.Tensor) -> Sampled | torch.Tensor | M31Error:
-        """What the logits mean for their sequence; a fault of one sequence is its own (BUG-70)."""
-        if sequence.params is None:
-            return logits.float().clone()
-        state = RowState(
+    def _state(self, sequence: Sequence) -> RowState:
+        """Of the next token that the sequence gets."""
+        assert sequence.params is not None, "a sequence that generates"
+        return RowState(
             params=sequence.params,
             seed=sequence.seed,
             request=sequence.request,
@@ -298,20 +295,37 @@ class Engine:
             prompt_ids=sequence.prompt,
             output_ids=[s.token_id for s in sequence.sampled] if sequence.params.penalised else (),
         )
+
+    def _result(self, item: Work, logits: torch.Tensor) -> Result:
+        """What the logits mean for their sequence; a fault of one sequence is its own (BUG-70)."""
+        sequence = item.sequence
+        if sequence.params is None:
+            return logits.float().clone()
         try:
-            return sample(logits.float(), [state])[0]
+            if not item.drafted.tokens:
+                return sample(logits.float(), [self._state(sequence)])
+            tokens = verify(logits.float(), item.drafted, self._state(sequence))
         except M31Error as error:
             return error
+        stop = next((at for at, token in enumerate(tokens) if token.token_id in sequence.stop_ids), len(tokens))
+        return tokens[: stop + 1]
 
-    def _deliver(self, sequence: Sequence, result: Sampled | torch.Tensor | M31Error) -> None:
+    def _deliver(self, item: Work, result: Result) -> None:
+        sequence, drafted = item.sequence, item.drafted
         if isinstance(result, M31Error):
             sequence.error = result
             self.remove(sequence)
         elif isinstance(result, torch.Tensor):
-            sequence.rows[sequence.computed] = result
+            sequence.rows[item.start] = result
         else:
-            sequence.sampled.append(result)
-            if result.token_id in sequence.stop_ids:
+            if drafted.tokens:
+                tally = sequence.tally
+                tally.verifies += 1
+                tally.drafted += len(drafted.tokens)
+                tally.accepted += sum(a.token_id == b for a, b in zip(result, drafted.tokens, strict=False))
+                tally.confidence += sum(drafted.confidence)
+            sequence.sampled.extend(result)
+            if sequence.sampled[-1].token_id in sequence.stop_ids:
                 self._finish(sequence, "stop")
             elif len(sequence.sampled) >= sequence.max_new:
                 self._finish(sequence, "length")
@@ -319,8 +333,3 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: str) -> None:
         sequence.reason = reason
         self.remove(sequence)
-
-
-def _bucket(count: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, count - 1).bit_length()

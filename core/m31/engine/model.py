@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m31.engine.engine import Engine
-from m31.engine.engine import Sequence as EngineSequence
 from m31.engine.sampling import Sampled, SamplingParams
+from m31.engine.sequence import Sequence as EngineSequence
 from m31.engine.stops import StopStrings
 from m31.errors import ContextLimitExceeded, RequestError, TemplateError, TokenizerError
 from m31.text.detokenizer import Detokenizer
@@ -33,13 +33,25 @@ class Cap:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts and wall-clock times of one generation; rates are None where no time was spent."""
+    """Counts and wall-clock times of one generation; rates are None where no time was spent.
+
+    Without a draft head the figures of drafting are 0 and None.
+    """
 
     prompt_tokens: int
     generated_tokens: int
     prefill_seconds: float  # from the request to its first token
     decode_seconds: float  # from the first token to the last
     seed: int
+    verifies: int = 0  # steps that verified a draft
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafted ones
+    draft_confidence: float | None = None  # the head's own estimate of accepted over drafted
+
+    @property
+    def accepted_per_verify(self) -> float | None:
+        """Drafted tokens that a verify step kept, on average; it gives one more token besides."""
+        return self.accepted_tokens / self.verifies if self.verifies else None
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -118,12 +130,17 @@ class Generation:
     @property
     def stats(self) -> Stats:
         """Figures so far."""
+        tally = self._sequence.tally
         return Stats(
             prompt_tokens=len(self._sequence.prompt),
             generated_tokens=len(self.token_ids),
             prefill_seconds=(self._first or time.perf_counter()) - self._started,
             decode_seconds=self._last - self._first,
             seed=self._sequence.seed,
+            verifies=tally.verifies,
+            drafted_tokens=tally.drafted,
+            accepted_tokens=tally.accepted,
+            draft_confidence=tally.confidence / tally.drafted if tally.drafted else None,
         )
 
     def _next(self) -> Event | None:

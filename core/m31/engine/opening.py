@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from m31 import sdk
-from m31.checkpoint import Checkpoint
+from m31.checkpoint import Checkpoint, DraftCheckpoint
+from m31.checkpoint.draft import FOLDER, PREFIX
+from m31.config import Draft
 from m31.engine.compiler import Compiler, whole
+from m31.engine.drafting import DraftCompilers
 from m31.errors import BackendRefused, ContractViolation, ManifestError, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
-from m31.graph import NO_ROUNDING, Assigned, OpInstance, Rounding, trace
-from m31.ops import ALL
+from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, trace, trace_draft
+from m31.ops import ALL, DRAFT
 from m31.ops.fused import FUSED
-from m31.sdk.backend import KVSpec, Limits, Session, stored_as
+from m31.sdk.backend import KVFormat, KVSpec, LazyTensor, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
@@ -124,7 +127,7 @@ def _spare(manifest: Manifest) -> Decision:
 
 def _known_ops(manifest: Manifest) -> None:
     """Refuse names in `ops` and `fallback` that no op has: a typo would show as an op that nobody serves."""
-    known = [*ALL, *FUSED]
+    known = [*ALL, *DRAFT, *FUSED]
     named = (*(() if manifest.ops == "all" else manifest.ops), *manifest.fallback)
     unknown = next((name for name in named if name not in known), None)
     if unknown is not None:
@@ -187,6 +190,16 @@ class Opened:
     limits: Limits
     spec: KVSpec
     compiler: Compiler
+    draft: OpenedDraft | None
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedDraft:
+    """The checkpoint's draft head on the same backend."""
+
+    config: Draft
+    spec: KVSpec
+    compilers: DraftCompilers
 
 
 def open_model(
@@ -199,6 +212,7 @@ def open_model(
     index_dtype: str | None,
     v_scale_order: str | None,
     arithmetic: str | None,
+    draft: int | None,
     options: Mapping[str, int],
 ) -> Opened:
     """Validate a folder, open a backend for it, and trace the model for the two. Arguments and errors: `m31.load`."""
@@ -218,12 +232,56 @@ def open_model(
     kv_format = _listed("KV format", kv_dtype, _first(usual, limits.kv_formats), manifest.name)
     index_format = _listed("index key format", index_dtype, _first(usual, limits.index_formats), manifest.name)
     spec = KVSpec.of(text, kv_format, index_format, _order(v_scale_order, kv_format))
-    graph = trace(
-        text,
-        _rounding(session, spec),
-        lambda tensor: stored_as(checkpoint.tensor(tensor)),
-        (kv_format, index_format),
-    )
+    head = None if draft is None else _draft_head(checkpoint, draft, limits, manifest.name)
+
+    def tensor(name: str) -> LazyTensor:
+        return head.tensor(name) if head is not None and name.startswith(PREFIX) else checkpoint.tensor(name)
+
+    def stored(name: str) -> str:
+        return stored_as(tensor(name))
+
+    taps = () if head is None else head.config.target_layer_ids
+    graph = trace(text, _rounding(session, spec), stored, (kv_format, index_format), taps)
+    _check_stored(graph, manifest)
+    weights = whole(serving, tensor)
+    compiler = Compiler(serving, graph, text, weights)
+    opened = None
+    if head is not None and draft is not None:
+        exact = session.numerics.same_numbers(NAMED["exact"])
+        own = KVSpec.of_draft(head.config, spec, _compute(session) if exact else "bfloat16")
+        pages = own.kv_format, own.index_format
+        graphs = trace_draft(head.config, _rounding(session, own), stored, pages)
+        for part in (graphs.context, graphs.block, graphs.markov):
+            _check_stored(part, manifest)
+        opened = OpenedDraft(head.config, own, DraftCompilers(graphs, serving, weights, draft))
+    return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler, opened)
+
+
+def _draft_head(checkpoint: Checkpoint, tokens: int, limits: Limits, who: str) -> DraftCheckpoint:
+    """The head, if it and the backend draft so many tokens."""
+    if limits.draft_tokens < tokens:
+        most = f"at most {limits.draft_tokens}" if limits.draft_tokens else "no drafting"
+        raise BackendRefused(
+            f"does not draft {tokens} tokens",
+            where=f"backend {who}",
+            expected=most,
+            fix="draft fewer, or choose another backend with --backend",
+        )
+    head = checkpoint.draft
+    if head is None:
+        raise RequestError(
+            f"draft is {tokens}, and this checkpoint has no draft head",
+            where=str(checkpoint.folder),
+            expected=f"a folder '{FOLDER}' in it",
+            fix="leave --draft out",
+        )
+    if tokens > head.config.block_size:
+        raise RequestError(f"draft is {tokens}", expected=f"at most {head.config.block_size}, the block of this head")
+    return head
+
+
+def _check_stored(graph: ModelGraph, manifest: Manifest) -> None:
+    """Refuse weights that the backend does not take as they are stored."""
     stored = {tensor.stored for tensor in graph.tensors()} - set(manifest.formats.weights)
     if stored:
         raise BackendRefused(
@@ -232,8 +290,6 @@ def open_model(
             expected=" or ".join(manifest.formats.weights),
             fix="convert the checkpoint (m31 convert), or choose another backend",
         )
-    compiler = Compiler(serving, graph, text, whole(serving, checkpoint.tensor))
-    return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler)
 
 
 def fallback_note(name: str, assigned: Iterable[tuple[OpInstance, Assigned]]) -> Iterator[str]:
@@ -269,6 +325,12 @@ def _order(name: str | None, kv_format: str) -> ScaleOrder:
             f"v_scale_order is '{name}' with {kv_format} pages", expected="nvfp4 pages: others have no V scales"
         )
     return "token_quad"
+
+
+def _compute(session: Session) -> KVFormat:
+    """The compute dtype, as the format of pages."""
+    name = str(session.dtypes["model"]).removeprefix("torch.")
+    return "float64" if name == "float64" else "float32" if name == "float32" else "bfloat16"
 
 
 def _rounding(session: Session, spec: KVSpec) -> Rounding:

@@ -28,13 +28,21 @@ class PagePool:
         prefix_cache: whether sealed pages can be found by other sequences and outlive their own.
         poison: overwrite pages that become free, so that reading a stale one shows; for tests.
         digest: of a seal's bytes.
+        also: further caches on the same page ids (a draft head's): what happens to a page happens there too.
     """
 
     def __init__(
-        self, cache: KVCache, *, page_tokens: int, prefix_cache: bool, poison: bool, digest: Digest = sha256
+        self,
+        cache: KVCache,
+        *,
+        page_tokens: int,
+        prefix_cache: bool,
+        poison: bool,
+        digest: Digest = sha256,
+        also: Sequence[KVCache] = (),
     ) -> None:
         self.pages, self.page_tokens, self.prefix_cache, self.poison = cache.pages, page_tokens, prefix_cache, poison
-        self._cache, self._digest = cache, digest
+        self._cache, self._digest, self._caches = cache, digest, (cache, *also)
         self._free = list(range(cache.pages - 1, -1, -1))  # the last one goes first
         self._refs: dict[int, int] = {}  # active pages
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -42,7 +50,7 @@ class PagePool:
         self._index: dict[bytes, int] = {}  # pages that can be found; a parent comes before its children
         self._reserved = 0  # pages promised to tables
         if poison:
-            cache.poison(range(cache.pages))
+            self._poison(range(cache.pages))
 
     @property
     def free(self) -> int:
@@ -98,7 +106,8 @@ class PagePool:
     def copy(self, page: int) -> int:
         """A promised page with the contents of another."""
         target = self.take()
-        self._cache.copy_pages([page], [target])
+        for cache in self._caches:
+            cache.copy_pages([page], [target])
         return target
 
     def drop(self, pages: Iterable[int]) -> None:
@@ -184,6 +193,10 @@ class PagePool:
         if not pages:
             return
         if self.poison:
-            self._cache.poison(pages)
+            self._poison(pages)
         self._free.extend(pages)
         self._free.sort(reverse=True)
+
+    def _poison(self, pages: Sequence[int]) -> None:
+        for cache in self._caches:
+            cache.poison(pages)

@@ -216,11 +216,16 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sampled]:
         )
     table: npt.NDArray[np.float32] = logits.detach().to("cpu").numpy()
     for values, row in zip(table, rows, strict=True):
-        _check_finite(values, row)
+        check_finite(values, row)
     return [_sample_row(values.astype(np.float64), row) for values, row in zip(table, rows, strict=True)]
 
 
-def _check_finite(values: npt.NDArray[np.float32], row: RowState) -> None:
+def check_finite(values: npt.NDArray[np.floating], row: RowState) -> None:
+    """Refuse logits from which nothing can be sampled.
+
+    Raises:
+        NonFiniteLogits: NaN, +inf, or no finite value.
+    """
     top = values.max()  # NaN if there is one
     if math.isfinite(top):
         return
@@ -234,12 +239,20 @@ def _check_finite(values: npt.NDArray[np.float32], row: RowState) -> None:
 
 
 def _sample_row(logits: F64, row: RowState) -> Sampled:
+    return report(logits, choose(logits, row), row.params)
+
+
+def choose(logits: F64, row: RowState) -> int:
+    """The token of one row of finite logits, float64 [V]."""
     params = row.params
     penalised = penalise(logits, row)
     if params.greedy:
-        token = int(np.argmax(penalised))  # numpy's argmax is the lowest id on ties
-    else:
-        token = draw(distribution(penalised, params), uniform(row.seed, row.request, row.position, Purpose.SAMPLE))
+        return int(np.argmax(penalised))  # numpy's argmax is the lowest id on ties
+    return draw(distribution(penalised, params), uniform(row.seed, row.request, row.position, Purpose.SAMPLE))
+
+
+def report(logits: F64, token: int, params: SamplingParams) -> Sampled:
+    """A chosen token with the log-probabilities that were asked for."""
     if params.logprobs is None:
         return Sampled(token_id=token, logprob=None, top_logprobs=None)
     logprobs = log_softmax(logits)

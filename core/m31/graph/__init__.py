@@ -1,5 +1,6 @@
 """The model as one readable graph, its steps, and its plans (DESIGN.md §5, §6)."""
 
+from m31.graph.draft import DraftBatch, DraftGraphs, trace_draft
 from m31.graph.fuse import Fusion, FusionReport, fuse
 from m31.graph.placement import Cut, KVShare, Part, kv_share, narrow, placement
 from m31.graph.plan import (
@@ -8,6 +9,7 @@ from m31.graph.plan import (
     Binder,
     BoundGraph,
     DefaultPlan,
+    ExtraOutputs,
     Handles,
     Kernel,
     Plan,
@@ -46,6 +48,9 @@ __all__ = [
     "CollectiveError",
     "Cut",
     "DefaultPlan",
+    "DraftBatch",
+    "DraftGraphs",
+    "ExtraOutputs",
     "Fusion",
     "FusionReport",
     "Group",
@@ -82,5 +87,6 @@ __all__ = [
     "prepare_parts",
     "shard",
     "trace",
+    "trace_draft",
     "unfused",
 ]

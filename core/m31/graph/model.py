@@ -6,11 +6,12 @@ Shape suffixes: T tokens, R rows that get logits, C hidden channels, h heads, D 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from m31 import ops
-from m31.config import Moe, SparseAttention, Text
+from m31.config import Moe, SparseAttention, SwigluOai, Text
 from m31.errors import GraphError
 from m31.graph.rounding import Rounding
 from m31.ops.moe import expert_slots
@@ -49,25 +50,49 @@ class Step:
         return self.positions, self.cu_q, self.seq_lens, self.page_table
 
 
-def text_model(m: Text, step: Step, kv: Any, w: Declare, r: Rounding) -> tuple[Any, Any]:
-    """Logits [R,V] of the rows in `step.out_rows`, and the cache after the step."""
+class Sizes(Protocol):
+    """What the text model and the draft head have in common."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the residual stream."""
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """Of every norm."""
+
+    @property
+    def activation(self) -> SwigluOai:
+        """Of every MLP."""
+
+
+def text_model(
+    m: Text, step: Step, kv: Any, w: Declare, r: Rounding, taps: Sequence[int] = ()
+) -> tuple[Any, Any, Any | None]:
+    """Logits [R,V] of the rows in `step.out_rows`, the cache after the step, and the residual streams after the layers
+    `taps`, side by side [T, len(taps)*C], of every token; None without taps."""
+    if list(taps) != sorted(set(taps)) or not all(0 <= layer < m.num_layers for layer in taps):
+        raise GraphError(f"taps {list(taps)}", expected=f"ascending layers below {m.num_layers}")
+    tapped = None
     cos_TD, sin_TD = ops.rope_table(step.positions, theta=m.rope_theta, rotary_dim=m.rotary_dim)
     x_TC = ops.embedding(step.tokens, w.matrix("model.embed_tokens", m.vocab_size, m.hidden_size, "vocab", None))
     for layer in range(m.num_layers):
         at = f"model.layers.{layer}"
-        h_TC = _rounded(r.linear, _norm(m, x_TC, f"{at}.input_layernorm", w))
+        h_TC = rounded(r.linear, norm(m, x_TC, f"{at}.input_layernorm", w))
         attended_TC, kv = _attention(m, layer, h_TC, (cos_TD, sin_TD), step, kv, w, r)
         x_TC = ops.add(x_TC, attended_TC)
         quantised = r.linear or (r.experts and m.mlp[layer] != "dense")
-        h_TC = _rounded(quantised, _norm(m, x_TC, f"{at}.post_attention_layernorm", w))
+        h_TC = rounded(quantised, norm(m, x_TC, f"{at}.post_attention_layernorm", w))
         if m.mlp[layer] == "dense":
-            mixed_TC = _mlp(m, h_TC, f"{at}.mlp", m.dense_intermediate_size, w)
+            mixed_TC = mlp(m, h_TC, f"{at}.mlp", m.dense_intermediate_size, w)
         else:
             mixed_TC = _moe(m, _require(m.moe, "moe", layer), h_TC, f"{at}.block_sparse_moe", w)
         x_TC = ops.add(x_TC, mixed_TC)
-    h_TC = _rounded(r.linear, _norm(m, x_TC, "model.norm", w))
+        if layer in taps:  # before any further norm, also the last layer's (MODEL.md §5.1)
+            tapped = x_TC if tapped is None else ops.concat(tapped, x_TC)
+    h_TC = rounded(r.linear, norm(m, x_TC, "model.norm", w))
     last_RC = ops.gather_rows(h_TC, step.out_rows)
-    return ops.lm_head(last_RC, w.matrix("lm_head", m.vocab_size, m.hidden_size, "vocab", None)), kv
+    return ops.lm_head(last_RC, w.matrix("lm_head", m.vocab_size, m.hidden_size, "vocab", None)), kv, tapped
 
 
 def _attention(
@@ -75,10 +100,10 @@ def _attention(
 ) -> tuple[Any, Any]:
     """MODEL.md §2.3 and §2.4. This step's K and V are read back through pages only, after the write."""
     at = f"model.layers.{layer}.self_attn"
-    q_ThD = _head_projection(m, h_TC, f"{at}.q", m.num_heads, m.head_dim, "heads", table, w, r.query)
-    k_ThD = _head_projection(m, h_TC, f"{at}.k", m.num_kv_heads, m.head_dim, "kv_heads", table, w, r.kv)
+    q_ThD = head_projection(m, h_TC, f"{at}.q", m.num_heads, m.head_dim, "heads", table, w, r.query)
+    k_ThD = head_projection(m, h_TC, f"{at}.k", m.num_kv_heads, m.head_dim, "kv_heads", table, w, r.kv)
     v_TC = ops.linear(h_TC, w.matrix(f"{at}.v_proj", m.num_kv_heads * m.head_dim, m.hidden_size, "kv_heads", None))
-    kv = ops.kv_write(kv, k_ThD, _rounded(r.kv, v_TC), step.slot_map, layer=layer)
+    kv = ops.kv_write(kv, k_ThD, rounded(r.kv, v_TC), step.slot_map, layer=layer)
     attrs = {"layer": layer, "kv_heads": m.num_kv_heads, "scale": m.head_dim**-0.5}
     if m.attention[layer] == "sparse":
         blocks_ThK, kv = _select_blocks(m, _require(m.sparse, "sparse", layer), layer, h_TC, table, step, kv, w, r)
@@ -86,7 +111,7 @@ def _attention(
     else:
         o_TC = ops.dense_attention(q_ThD, kv, *step.context, **attrs)
     out = w.matrix(f"{at}.o_proj", m.hidden_size, m.num_heads * m.head_dim, None, "heads")
-    return ops.linear(_rounded(r.linear, o_TC), out), kv
+    return ops.linear(rounded(r.linear, o_TC), out), kv
 
 
 def _select_blocks(
@@ -102,10 +127,8 @@ def _select_blocks(
 ) -> tuple[Any, Any]:
     """The index branch: index head i chooses the blocks of KV head i."""
     at = f"model.layers.{layer}.self_attn"
-    iq_ThD = _head_projection(
-        m, h_TC, f"{at}.index_q", s.num_index_heads, s.index_dim, "index_heads", table, w, r.query
-    )
-    ik_ThD = _head_projection(m, h_TC, f"{at}.index_k", 1, s.index_dim, None, table, w, r.index)
+    iq_ThD = head_projection(m, h_TC, f"{at}.index_q", s.num_index_heads, s.index_dim, "index_heads", table, w, r.query)
+    ik_ThD = head_projection(m, h_TC, f"{at}.index_k", 1, s.index_dim, None, table, w, r.index)
     kv = ops.index_write(kv, ik_ThD, step.slot_map, layer=layer)
     scores_ThP = ops.block_scores(iq_ThD, kv, *step.context, layer=layer)
     blocks_ThK = ops.block_select(
@@ -119,8 +142,8 @@ def _select_blocks(
     return blocks_ThK, kv
 
 
-def _head_projection(
-    m: Text,
+def head_projection(
+    m: Sizes,
     h_TC: Any,
     at: str,
     heads: int,
@@ -154,9 +177,9 @@ def _moe(m: Text, moe: Moe, h_TC: Any, at: str, w: Declare) -> Any:
         w.group(f"{at}.experts", _expert_slots(m, moe, f"{at}.experts")),
         experts=moe.num_experts,
         routed_scaling_factor=moe.routed_scaling_factor,
-        **_activation(m),
+        **activation(m),
     )
-    return ops.add(routed_TC, _mlp(m, h_TC, f"{at}.shared_experts", moe.shared_intermediate_size, w))
+    return ops.add(routed_TC, mlp(m, h_TC, f"{at}.shared_experts", moe.shared_intermediate_size, w))
 
 
 def _expert_slots(m: Text, moe: Moe, at: str) -> dict[str, tuple[str, tuple[int, ...], tuple[str | None, ...]]]:
@@ -173,23 +196,26 @@ def _expert_slots(m: Text, moe: Moe, at: str) -> dict[str, tuple[str, tuple[int,
     return slots
 
 
-def _mlp(m: Text, h_TC: Any, at: str, inner: int, w: Declare) -> Any:
+def mlp(m: Sizes, h_TC: Any, at: str, inner: int, w: Declare) -> Any:
+    """SwiGLU-OAI of width `inner` (MODEL.md §2.5)."""
     gate_TC = ops.linear(h_TC, w.matrix(f"{at}.gate_proj", inner, m.hidden_size, "ff", None))
     up_TC = ops.linear(h_TC, w.matrix(f"{at}.up_proj", inner, m.hidden_size, "ff", None))
-    act_TC = ops.swiglu_oai(gate_TC, up_TC, **_activation(m))
+    act_TC = ops.swiglu_oai(gate_TC, up_TC, **activation(m))
     return ops.linear(act_TC, w.matrix(f"{at}.down_proj", m.hidden_size, inner, None, "ff"))
 
 
-def _rounded(quantised: bool, x_TC: Any) -> Any:
+def rounded(quantised: bool, x_TC: Any) -> Any:
     """`x` as it is quantised from; a graph in which nothing quantises it has no node here."""
     return ops.round_channels(x_TC) if quantised else x_TC
 
 
-def _norm(m: Text, x_TC: Any, name: str, w: Declare) -> Any:
+def norm(m: Sizes, x_TC: Any, name: str, w: Declare) -> Any:
+    """Gemma RMS norm over the hidden channels (MODEL.md §2.2)."""
     return ops.gemma_rmsnorm(x_TC, w.vector(name, m.hidden_size), eps=m.rms_norm_eps)
 
 
-def _activation(m: Text) -> dict[str, float]:
+def activation(m: Sizes) -> dict[str, float]:
+    """Attributes of the activation's ops."""
     return {"alpha": m.activation.alpha, "beta": m.activation.beta, "limit": m.activation.limit}
 
 

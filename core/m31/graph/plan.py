@@ -168,6 +168,13 @@ class Plan(Protocol):
         """Run one step; returns logits [rows, V], valid until the next run."""
 
 
+class ExtraOutputs(Protocol):
+    """What a plan of a graph with `extras` gives besides; only backends that draft make such plans."""
+
+    def extra(self, name: str) -> torch.Tensor:
+        """An extra output of the last run, as large as that step was; valid until the next run."""
+
+
 Buffers = list[Any]
 
 
@@ -225,11 +232,13 @@ class DefaultPlan:
         self.workspace = torch.empty(need, dtype=torch.uint8, device=device) if need else None
         self._buffers = self._allocate(dtypes, device)
         self._views: dict[StepSize, Buffers] = {}
+        self._extras: dict[str, torch.Tensor] = {}
 
     def _allocate(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, torch.Tensor]:
         """One buffer per computed value, shared between values whose lives do not overlap."""
         last = {name: i for i, call in enumerate(self._graph.calls) for name in call.reads}
-        last[self._graph.output] = len(self._graph.calls)
+        for output in (self._graph.output, *self._graph.extras.values()):
+            last[output] = len(self._graph.calls)
         free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         buffers: dict[str, torch.Tensor] = {}
         for i, call in enumerate(self._graph.calls):
@@ -292,7 +301,12 @@ class DefaultPlan:
         values = self.values(batch, cache)
         for call in self.calls:
             call.run(values, self.workspace)
+        self._extras = {name: values[self._index[value]] for name, value in self._graph.extras.items()}
         return self.logits(values)
+
+    def extra(self, name: str) -> torch.Tensor:
+        """See `ExtraOutputs.extra`."""
+        return self._extras[name]
 
 
 def _narrowed(buffer: torch.Tensor, value: TensorType, size: StepSize) -> torch.Tensor:

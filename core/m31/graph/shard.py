@@ -42,6 +42,7 @@ _RULES = {
     "gather_rows": _Rule((WHOLE, WHOLE), WHOLE),
     "gemma_rmsnorm": _Rule((WHOLE,), WHOLE),
     "router": _Rule((WHOLE,), WHOLE),
+    "concat": _Rule((WHOLE, WHOLE), WHOLE),
     "rope_table": _Rule((WHOLE,), WHOLE),
     "head_rmsnorm": _Rule((SAME,), SAME),
     "rope": _Rule((SAME, WHOLE, WHOLE), SAME),
@@ -90,8 +91,9 @@ class _Pass:
         """The new graph, types not yet inferred."""
         for node in self.old.nodes:
             if node.op == "output":
-                logits, kv = node.args[0]
-                self.new.output((self._given(self.copies[logits], WHOLE), self.copies[kv]))
+                logits, kv, *more = node.args[0]
+                extras = [{name: self._given(self.copies[x], WHOLE) for name, x in named.items()} for named in more]
+                self.new.output((self._given(self.copies[logits], WHOLE), self.copies[kv], *extras))
                 continue
             if node.op == "placeholder":
                 made, spread = self._copy(node), WHOLE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -126,7 +126,7 @@ class StepBatch:
 
     def named(self) -> dict[str, torch.Tensor]:
         """The buffers by graph input name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "size"}
+        return {name: getattr(self, name) for name in STEP_INPUTS}
 
 
 def _put(buffer: torch.Tensor, values: Sequence[int], padding: int) -> None:

@@ -6,8 +6,8 @@ gives each node its type from the shape functions, so a graph that exists is a g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 
 from m31.config import Text
 from m31.errors import GraphError, OpRefused
-from m31.graph.model import Step, text_model
+from m31.graph.model import Declare, Step, text_model
 from m31.graph.rounding import NO_ROUNDING, Rounding
 from m31.ops import Attrs, OpSpec, StateType, TensorDecl, TensorType, ValueType, WeightDecl
 
@@ -74,12 +74,17 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class ModelGraph:
-    """The traced model. `output` names the logits, `fx` is the graph that passes work on."""
+    """The traced model. `output` names the logits, `fx` is the graph that passes work on.
+
+    `extras` are further outputs by what they are, such as `taps`: a plan keeps their values until its next run, and
+    gives them by `ExtraOutputs.extra`.
+    """
 
     fx: fx.Graph
     calls: tuple[Call, ...]
     types: dict[str, ValueType]  # every value
     output: str
+    extras: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weights(self) -> dict[str, WeightDecl]:
@@ -140,6 +145,7 @@ def trace(
     rounding: Rounding = NO_ROUNDING,
     stored: Stored | None = None,
     pages: tuple[str, str] = ("", ""),
+    taps: Sequence[int] = (),
 ) -> ModelGraph:
     """The checked graph of a text model.
 
@@ -149,17 +155,46 @@ def trace(
             nothing is quantised, so that the exact graph has no node for it.
         pages: formats of K and V, and of index keys (`StateType`); empty without pages.
         stored: how the checkpoint stores a tensor, by name (`TensorDecl.stored`); None without a checkpoint.
+        taps: layers, ascending, whose residual streams after the layer, side by side, are the further output `taps`
+            [T, len(taps) * hidden_size] (MODEL.md §5.1). Without any the graph has no node for them.
 
     Raises:
         GraphError: the description is inconsistent.
         OpRefused: an op's inputs do not fit its declaration.
     """
+
+    def build(step: Step, kv: Any, weights: Declare, given: Mapping[str, Any]) -> Built:
+        logits, after, tapped = text_model(text, step, kv, weights, rounding, taps)
+        return logits, after, {} if tapped is None else {"taps": tapped}
+
+    return record(build, stored=stored, pages=pages)
+
+
+Built = tuple[Any, Any, Mapping[str, Any]]  # the output, the cache after the step, further outputs by name
+
+
+def record(
+    build: Callable[[Step, Any, Declare, Mapping[str, Any]], Built],
+    *,
+    stored: Stored | None,
+    pages: tuple[str, str],
+    inputs: Mapping[str, TensorType] | None = None,
+) -> ModelGraph:
+    """The checked graph of what `build` says over the step's buffers, the cache, weights and further inputs.
+
+    Args:
+        build: `build(step, kv, weights, given)`, called once.
+        stored, pages: see `trace`.
+        inputs: name -> type of what the graph takes besides; `given` has them by name.
+    """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
     step = Step(**{name: _placeholder(graph, tracer, name, t) for name, t in STEP_INPUTS.items()})
     kv = _placeholder(graph, tracer, "kv", StateType("kv", *pages))
-    logits, kv_after = text_model(text, step, kv, _Declare(graph, tracer, stored), rounding)
-    graph.output((logits.node, kv_after.node))
+    given = {name: _placeholder(graph, tracer, name, t) for name, t in (inputs or {}).items()}
+    output, after, extras = build(step, kv, _Declare(graph, tracer, stored), given)
+    more = ({name: value.node for name, value in extras.items()},) if extras else ()
+    graph.output((output.node, after.node, *more))
     return infer(graph)
 
 
@@ -167,17 +202,19 @@ def infer(graph: fx.Graph) -> ModelGraph:
     """Give every node its type and flatten the graph to calls. Also run after each pass that rewrites `graph`."""
     types: dict[str, ValueType] = {}
     calls: list[Call] = []
-    output = ""
+    output, extras = "", dict[str, str]()
     for node in graph.nodes:
         if node.op == "placeholder":
             types[node.name] = node.meta["type"]
         elif node.op == "output":
             output = node.args[0][0].name
+            named = [more for more in node.args[0] if isinstance(more, dict)]
+            extras = {name: value.name for more in named for name, value in more.items()}
         elif isinstance(node.target, OpSpec):
             calls.append(_call(node, types))
         elif node.name not in types:
             raise GraphError(f"node '{node.name}' is no call of a declared op", expected="ops of m31.ops only")
-    return ModelGraph(graph, tuple(calls), types, output)
+    return ModelGraph(graph, tuple(calls), types, output, extras)
 
 
 def _call(node: fx.Node, types: dict[str, ValueType]) -> Call:

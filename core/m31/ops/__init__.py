@@ -4,6 +4,7 @@ from m31.ops.attention import dense_attention, sparse_attention
 from m31.ops.basic import add, embedding, gather_rows
 from m31.ops.cache import index_write, kv_write
 from m31.ops.collective import all_gather, all_reduce
+from m31.ops.draft import concat, confidence, draft_attention, markov_bias, markov_embedding
 from m31.ops.linear import linear, lm_head
 from m31.ops.moe import experts, router, swiglu_oai
 from m31.ops.norm import gemma_rmsnorm, head_rmsnorm
@@ -40,8 +41,14 @@ ALL: dict[str, OpSpec] = {
     )
 }
 
+#: Ops of the draft head and of the taps that feed it: asked for only of a session whose `Limits.draft_tokens` allow it.
+DRAFT: dict[str, OpSpec] = {
+    spec.name: spec for spec in (concat, draft_attention, markov_embedding, markov_bias, confidence)
+}
+
 __all__ = [
     "ALL",
+    "DRAFT",
     "Arg",
     "Attrs",
     "Case",
@@ -56,7 +63,10 @@ __all__ = [
     "all_reduce",
     "block_scores",
     "block_select",
+    "concat",
+    "confidence",
     "dense_attention",
+    "draft_attention",
     "embedding",
     "experts",
     "gather_rows",
@@ -66,6 +76,8 @@ __all__ = [
     "kv_write",
     "linear",
     "lm_head",
+    "markov_bias",
+    "markov_embedding",
     "rope",
     "rope_table",
     "round_channels",

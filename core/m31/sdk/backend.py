@@ -16,7 +16,7 @@ from m31.errors import BackendRefused
 if TYPE_CHECKING:
     import torch
 
-    from m31.config import Model, Text
+    from m31.config import Draft, Model, Text
     from m31.formats.arithmetic import ArithmeticSpec
     from m31.formats.layout import ScaleOrder
     from m31.graph import BoundGraph, Kernel, OpInstance, Plan, Refusal, StepClass, WeightHandle
@@ -109,6 +109,7 @@ class KVSpec:
         v_scale_order: order of the V scales inside an NVFP4 page (MODEL.md §3.4): the two decode to the same values
             and are different layouts. K scales are linear in both. It has no meaning for other formats.
         head_shard: (index, count): which part of the model's KV heads this is.
+        draft: these are the pages of a draft head, read as they are stored whatever the arithmetic (MODEL.md §5.1).
     """
 
     indexed: tuple[bool, ...]
@@ -120,6 +121,7 @@ class KVSpec:
     index_format: IndexFormat
     v_scale_order: ScaleOrder = "linear"
     head_shard: tuple[int, int] = (0, 1)
+    draft: bool = False
 
     @property
     def main_bytes(self) -> int:
@@ -160,6 +162,20 @@ class KVSpec:
             kv_format=kv_format,
             index_format=index_format,
             v_scale_order=v_scale_order,
+        )
+
+    @classmethod
+    def of_draft(cls, draft: Draft, target: KVSpec, kv_format: KVFormat) -> KVSpec:
+        """The spec of a draft head: K and V of its layers for the same tokens as the target's page."""
+        return cls(
+            indexed=(False,) * draft.num_layers,
+            kv_heads=draft.num_kv_heads,
+            head_dim=draft.head_dim,
+            index_dim=0,
+            page_tokens=target.page_tokens,
+            kv_format=kv_format,
+            index_format=target.index_format,
+            draft=True,
         )
 
 
