@@ -74,7 +74,7 @@ TEXT = Text(
 class Held:
     """A random weight in memory."""
 
-    format = "plain"
+    format, dtype, path = "plain", torch.float32, "memory"
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.name, self.shape = name, shape
