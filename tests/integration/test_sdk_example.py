@@ -112,6 +112,13 @@ def test_a_session_of_other_types(folder: Path, installed: Any, name: str, value
         m31.load(folder, backend="activation")
 
 
+def test_a_session_without_its_attributes(folder: Path, installed: Any) -> None:
+    module = installed()
+    module["ActivationSession"].__init__ = lambda self, numerics: None
+    with pytest.raises(ContractViolation, match="'opened': has no device, dtypes, numerics; expected all three"):
+        m31.load(folder, backend="activation")
+
+
 @pytest.mark.parametrize(
     "given",
     [{"dtype": 3}, {"kv_dtype": 5}, {"arithmetic": 7}, {"backend": b"x"}, {"max_context": "a"}, {"max_context": 0}],

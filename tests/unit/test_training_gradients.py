@@ -158,7 +158,8 @@ def test_the_divergence_trains_where_no_block_is_dropped() -> None:
 
 def test_transformers_has_the_same_gradients(tmp_path: Path) -> None:
     """Of the cross-entropy, weight by weight. Saved as if they were weights, its gradients get our names."""
-    peer = pytest.importorskip("tests.support.peer")
+    from tests.support import peer  # transformers is a requirement of the tests
+
     from m31.checkpoint import Checkpoint
     from m31.training.parameters import Parameters
 

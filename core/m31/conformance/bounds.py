@@ -31,7 +31,7 @@ _SIGNIFICAND = {
 KNOWN = frozenset(_SIGNIFICAND)
 """Formats with a precision."""
 CONSTANT = 4.0
-"""c: standard deviations of the random walk that are allowed. The conformance suite justifies it by measurement."""
+"""c: standard deviations of the random walk that are allowed: a choice, not yet held against measured distributions."""
 
 
 def roundoff(name: str) -> float:

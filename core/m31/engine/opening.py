@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from m31 import sdk
 from m31.checkpoint import Checkpoint, DraftCheckpoint
 from m31.checkpoint.draft import FOLDER, PREFIX
@@ -93,10 +95,14 @@ def _checked(session: Session, manifest: Manifest, dtype: str, numerics: Arithme
     where = f"backend {manifest.name}"
     if not isinstance(session, Session):
         raise ContractViolation("opened", f"open returned {session!r}", where=where, expected="a Session")
-    if str(type(session.device)) != "<class 'torch.device'>" or set(session.dtypes) != {"model", "accum", "int64"}:
+    missing = [name for name in ("device", "dtypes", "numerics") if not hasattr(session, name)]
+    if missing:
+        raise ContractViolation("opened", f"has no {', '.join(missing)}", where=where, expected="all three")
+    device: object = session.device  # whatever a plugin put there
+    if not isinstance(device, torch.device) or set(session.dtypes) != {"model", "accum", "int64"}:
         raise ContractViolation(
             "opened",
-            f"has device {session.device!r} and dtypes for {sorted(session.dtypes)}",
+            f"has device {device!r} and dtypes for {sorted(session.dtypes)}",
             where=where,
             expected="a torch.device, and dtypes for model, accum and int64",
         )
