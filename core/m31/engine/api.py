@@ -12,7 +12,7 @@ from m31.engine.model import Cap, Model
 from m31.engine.opening import Opened, OpenedDraft, fallback_note, open_model
 from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
-from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
+from m31.sdk.backend import Backend, KVCache, KVLayout, KVSpec, Session
 from m31.sdk.serving import Serving
 from m31.text.template import ChatTemplate
 from m31.text.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ _POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does no
 def load(
     path: str | Path,
     *,
-    backend: str | None = None,
+    backend: str | Backend | None = None,
     device: str | None = None,
     dtype: str | None = None,
     kv_dtype: str | None = None,
@@ -44,7 +44,7 @@ def load(
 
     Args:
         path: the folder; everything in it is validated before anything is computed.
-        backend: a backend's name; None chooses (see `m31 backends`).
+        backend: a backend's name, or a `m31.sdk.Backend` that the caller made; None chooses (see `m31 backends`).
         device: passed to the backend; None is its own choice.
         dtype: compute dtype; None is the first that the backend lists. The reference has `float32` and `float64`.
         kv_dtype: format of K and V in the pages; None is `nvfp4` with an arithmetic that reads keys and values as E4M3,
@@ -67,7 +67,6 @@ def load(
     """
     _check_arguments(
         {
-            "backend": backend,
             "device": device,
             "dtype": dtype,
             "kv_dtype": kv_dtype,

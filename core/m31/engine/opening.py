@@ -25,7 +25,7 @@ from m31.formats.layout import ScaleOrder
 from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, trace, trace_draft
 from m31.ops import ALL, DRAFT
 from m31.ops.fused import FUSED
-from m31.sdk.backend import KVFormat, KVSpec, LazyTensor, Limits, Session, stored_as
+from m31.sdk.backend import Backend, KVFormat, KVSpec, LazyTensor, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
 from m31.sdk.selection import Decision
 from m31.sdk.serving import Serving
@@ -211,7 +211,7 @@ class OpenedDraft:
 def open_model(
     path: Path,
     *,
-    backend: str | None,
+    backend: str | Backend | None,
     device: str | None,
     dtype: str | None,
     kv_dtype: str | None,
@@ -222,7 +222,7 @@ def open_model(
     options: Mapping[str, int],
 ) -> Opened:
     """Validate a folder, open a backend for it, and trace the model for the two. Arguments and errors: `m31.load`."""
-    decision = sdk.decide(backend)
+    decision = sdk.decide(backend) if backend is None or isinstance(backend, str) else sdk.given(backend)
     manifest = _manifest(decision)
     checkpoint = Checkpoint.open(path)
     text = checkpoint.config.text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +15,28 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 
+_salt = ContextVar("salt", default="")
+
+
+@contextmanager
+def salted(salt: str) -> Iterator[None]:
+    """Within it the cases have other values, which depend on `salt` as well; "" are the usual ones."""
+    token = _salt.set(salt)
+    try:
+        yield
+    finally:
+        _salt.reset(token)
+
+
+def seed_of(case_id: str) -> int:
+    """The seed of a case: 64 bits of a hash of its id, and of the salt if there is one."""
+    text = f"{case_id}#{_salt.get()}" if _salt.get() else case_id
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
 def rng_for(case_id: str) -> np.random.Generator:
-    """A generator that depends on the case id and on nothing else."""
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(case_id.encode()).digest()[:8], "little"))
+    """A generator that depends on the case id, the salt, and on nothing else."""
+    return np.random.default_rng(seed_of(case_id))
 
 
 @dataclass(frozen=True)

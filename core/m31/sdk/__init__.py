@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         StoredPart,
         stored_as,
     )
-    from m31.sdk.choosing import decide, open_backend, refresh, this_machine, use
+    from m31.sdk.choosing import decide, given, open_backend, refresh, this_machine, use
     from m31.sdk.discovery import Candidate, Policy, discover
     from m31.sdk.inventory import Cpu, Device, Inventory
     from m31.sdk.loading import load
@@ -44,7 +44,7 @@ _HOMES = {
         *("Backend", "ExportedPages", "IndexFormat", "KVCache", "KVFormat", "KVLayout", "KVSpec", "LazyTensor"),
         *("Limits", "Session", "StoredPart", "stored_as"),
     ),
-    "choosing": ("decide", "open_backend", "refresh", "this_machine", "use"),
+    "choosing": ("decide", "given", "open_backend", "refresh", "this_machine", "use"),
     "discovery": ("Candidate", "Policy", "discover"),
     "inventory": ("Cpu", "Device", "Inventory"),
     "loading": ("load",),
@@ -73,6 +73,7 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "StoredPart",
     "stored_as",
     "decide",
+    "given",
     "open_backend",
     "refresh",
     "this_machine",

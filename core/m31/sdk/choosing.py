@@ -11,13 +11,13 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from m31.errors import UnknownBackend
+from m31.errors import BackendRefused, UnknownBackend
 from m31.sdk.child import PROBE_SECONDS, run_child
 from m31.sdk.discovery import Candidate, Policy, discover
 from m31.sdk.inventory import Inventory, inventory
 from m31.sdk.loading import load, try_import
-from m31.sdk.manifest import normalise
-from m31.sdk.selection import AUTO, Decision, matches, select
+from m31.sdk.manifest import Manifest, normalise
+from m31.sdk.selection import AUTO, Decision, Verdict, matches, select
 
 if TYPE_CHECKING:
     from m31.sdk.backend import Backend
@@ -86,6 +86,44 @@ def use(name: str | None) -> Decision:
             decision.require()
         _override = name
         return decide()
+
+
+def given(backend: object) -> Decision:
+    """The decision for a backend that the caller has made: a plugin under development, or a wrapped one.
+
+    Raises:
+        BackendRefused: it is no `Backend`, or has no manifest.
+    """
+    from m31.sdk.backend import Backend as Base
+
+    manifest = getattr(backend, "manifest", None)
+    if not isinstance(backend, Base) or not isinstance(manifest, Manifest):
+        raise BackendRefused(
+            f"{backend!r} is no backend", where="backend", expected="a name, or an m31.sdk.Backend with its manifest"
+        )
+    kind = type(backend)
+    candidate = Candidate(
+        name=manifest.name,
+        raw_name=manifest.name,
+        entry=f"{kind.__module__}:{kind.__qualname__}",
+        distribution="given as an object",
+        version=kind.__qualname__,
+        builtin=False,
+        location=None,
+        manifest=manifest,
+        instance=backend,
+    )
+    verdict = Verdict(
+        name=manifest.name, origin=candidate.origin, score=manifest.score, kind="chosen", text="the caller made it"
+    )
+    return Decision(
+        name=manifest.name,
+        reason="the caller made it",
+        source="argument",
+        verdicts=(verdict,),
+        candidates=(candidate,),
+        refusal=None,
+    )
 
 
 def open_backend(decision: Decision | None = None) -> Backend:

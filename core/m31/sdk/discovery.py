@@ -13,12 +13,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
 from m31.errors import BackendError, ManifestError
 from m31.sdk.child import Outcome
 from m31.sdk.manifest import FILE_NAME, Manifest, normalise, read_manifest
+
+if TYPE_CHECKING:
+    from m31.sdk.backend import Backend
 
 GROUP = "m31.backends"
 HOME_DISTRIBUTION = "m31"
@@ -72,6 +76,7 @@ class Candidate:
     missing: tuple[str, ...] = ()  # required packages that are absent or too old, in words
     probed: Outcome | None = None  # what the manifest's probe answered, in a child process
     trial: Outcome | None = None  # what importing it in a child process answered
+    instance: Backend | None = None  # a backend that was given as an object, not found
 
     @property
     def origin(self) -> str:

@@ -51,6 +51,8 @@ def load(candidate: Candidate) -> Backend:
         BackendRefused: the candidate has no manifest (`failure` or `blocked` says why).
         BackendLoadFailed: import or construction failed in any way, including SystemExit; the cause is chained.
     """
+    if candidate.instance is not None:
+        return candidate.instance
     if candidate.manifest is None:
         raise BackendRefused(f"cannot be loaded: {candidate.failure or candidate.blocked}", where=_where(candidate))
     trial = try_import(candidate)
