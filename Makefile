@@ -54,6 +54,7 @@ nano-install: env ## put the trained nano ($(NANO), $(DRAFT)) into the package
 
 golden: env ## compute the nano's golden values again
 	$(PY) -m m31.conformance.golden write
+	$(PY) -m m31.conformance.golden write --arithmetic exact --kv float32 --index float32  # for backends that round nothing
 
 clean: ## remove what the targets above produced, except the environment and what was trained
 	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

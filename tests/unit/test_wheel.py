@@ -27,7 +27,7 @@ PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
 NANO = Path("core/m31", *bundled.PLACE)
-GOLDEN: set[str] = set()
+GOLDEN = {f"m31/conformance/golden/data/{path.name}" for path in ROOT.glob("core/m31/conformance/golden/data/*")}
 
 
 def copied(folder: Path) -> Path:
