@@ -1,4 +1,4 @@
-"""Hatchling's hook: a wheel is not built without the bundled checkpoint, whole and unchanged."""
+"""Hatchling's hook: nothing to distribute is built without the bundled checkpoint, whole and unchanged."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hatch_build import NanoHook
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from pathspec import GitIgnoreSpec
 from tests.support import nano
@@ -91,11 +92,13 @@ def test_no_tests_and_no_weights_but_the_nanos(project: Path, wheel: zipfile.Zip
     assert {"m31/data/nano/LICENSE", "m31/data/nano/nano.json"} <= set(names)
 
 
-def test_without_its_checkpoint_no_wheel_is_built(tmp_path: Path) -> None:
+def test_without_its_checkpoint_nothing_is_built(tmp_path: Path) -> None:
     project = copied(tmp_path)
     with pytest.raises(NotACheckpoint, match="make nano-install"):
         build(project)
-    assert not list(project.rglob("*.whl"))
+    with pytest.raises(NotACheckpoint, match="make nano-install"):
+        list(SdistBuilder(str(project)).build(directory=str(project / "dist"), versions=["standard"]))
+    assert not [path for path in project.rglob("*") if path.name.endswith((".whl", ".tar.gz"))]
     hook = NanoHook(str(project), {}, None, None, "", "wheel")
     hook.initialize("editable", {})  # what `make` installs from a source tree; it may lack the checkpoint
     with pytest.raises(NotACheckpoint):
