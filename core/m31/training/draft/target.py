@@ -84,7 +84,8 @@ class FrozenTarget:
             )
         if scheme.arithmetic.expert_middle == "nvfp4-static" and unit.name.endswith(".w2.weight"):
             usual = default_input_scale(self.text, unit.name)
-            found = float(stored.parts()["input_global_scale"].load()) if isinstance(stored, QuantizedTensor) else None
+            part = stored.parts().get("input_global_scale") if isinstance(stored, QuantizedTensor) else None
+            found = None if part is None else float(part.load())
             if found is None or torch.tensor(found) != torch.tensor(usual):
                 raise ConfigError(
                     f"'{unit.name}' has the input scale {found}",
