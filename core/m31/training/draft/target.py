@@ -75,7 +75,8 @@ class FrozenTarget:
         """Refuse what training computes in another way than serving does."""
         stored = self.checkpoint.tensor(unit.name)
         quantised = isinstance(stored, QuantizedTensor)
-        if scheme.arithmetic.linear_activation == "mxfp8" and unit.name.endswith("_proj.weight") and not quantised:
+        projection = unit.name.startswith("model.layers.") and unit.name.endswith("_proj.weight")
+        if scheme.arithmetic.linear_activation == "mxfp8" and projection and not quantised:
             raise ConfigError(
                 f"'{unit.name}' is stored plain, and '{scheme.arithmetic.name}' quantises the inputs of MXFP8 ones",
                 where=str(self.checkpoint.folder),
