@@ -209,6 +209,9 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="TOML file; the run that its folder holds is continued where it stopped"
     )
+    parser.add_argument(
+        "--draft", action="store_true", help="train a draft head for the checkpoint that CONFIG names, not a model"
+    )
 
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
@@ -219,7 +222,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "convert": ("write a checkpoint in another format", _convert),
     "explain": ("show which kernel runs which op, and why", _explain),
     "demo": ("write a small checkpoint with random weights", _demo),
-    "train": ("train a small model for the arithmetic that it will be served with", _train),
+    "train": ("train a small model, or a draft head, for the arithmetic that it will be served with", _train),
 }
 
 
