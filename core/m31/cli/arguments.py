@@ -100,6 +100,12 @@ def _add_formats(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group.add_argument(
         "--arithmetic", metavar="NAME", help="what is quantised while computing (default: the backend's own)"
     )
+    group.add_argument("--adapter", metavar="DIR", help="folder of a low-rank adapter in PEFT's layout")
+    group.add_argument(
+        "--merge-adapter",
+        action="store_true",
+        help="merge the adapter into the weights, in their format (default: compute it beside them, without loss)",
+    )
     return group
 
 
@@ -182,6 +188,7 @@ def _convert(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="m31: one global scale for gate and up of an expert, as some kernels need (default: one each)",
     )
+    parser.add_argument("--adapter", metavar="DIR", help="folder of a low-rank adapter to merge into the weights")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -270,6 +277,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check(args: argparse.Namespace, parser: Parser) -> None:
     """Refuse combinations in which one flag would be ignored in silence."""
+    if getattr(args, "merge_adapter", False) and args.adapter is None:
+        parser.error("--merge-adapter says how --adapter is used; add --adapter or drop it")
     if args.command not in ("run", "chat"):
         return
     if args.command == "run" and args.raw and args.system is not None:

@@ -127,7 +127,9 @@ def open_model(args: argparse.Namespace) -> Model:
     """
     import m31
 
-    model: Model = m31.load(Path(args.checkpoint), max_context=args.max_context, draft=args.draft, **formats(args))
+    mode = "merge" if args.merge_adapter else None
+    wanted = {"max_context": args.max_context, "draft": args.draft, "adapter": args.adapter, "adapter_mode": mode}
+    model: Model = m31.load(Path(args.checkpoint), **wanted, **formats(args))
     return model
 
 
