@@ -49,6 +49,8 @@ _LINEAR = re.compile(
     r"|block_sparse_moe\.shared_experts\.(?:gate|up|down)_proj"
     r"|block_sparse_moe\.experts\.\d+\.w[123])"
 )
+_BASE = re.compile(r"\.(?:base_layer|embed_tokens|lm_head)\.weight$")
+_COPIED = "it is a copy of the base's weights: save with PEFT's save_embedding_layers=False"
 Shape = tuple[int, int]
 
 
@@ -166,6 +168,7 @@ class Adapter:
                     f"'{printable(name)}' is no tensor of a plain adapter",
                     where=where,
                     expected=f"{_PREFIX}<module>.lora_A.weight and .lora_B.weight",
+                    fix=_COPIED if _BASE.search(name) else None,
                 )
             found.setdefault(match["module"], {})[match["part"]] = name
         spelt = _spelling(list(found), linears, model, where)

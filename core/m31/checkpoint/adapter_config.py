@@ -67,8 +67,8 @@ class AdapterConfig:
         rslora: which of the two.
         target_modules: names or endings of names behind a dot, or one regular expression for the whole name.
         exclude_modules: likewise, what is left out nevertheless.
-        rank_pattern, alpha_pattern: regular expression of a name, or of its end behind a dot -> rank or alpha; the
-            first that fits counts.
+        rank_pattern, alpha_pattern: regular expression of a name, or of its end behind a dot -> rank or alpha. For
+            PEFT the first that fits counts, and it sorts them when it saves: two that fit one name must agree.
         notes: keys that were read and have no part in what is computed.
     """
 
@@ -86,13 +86,14 @@ class AdapterConfig:
         return _named(self.target_modules, module) and not _named(self.exclude_modules, module)
 
     def rank(self, module: str) -> int:
-        """Rank of a module."""
-        return int(_first(self.rank_pattern, module, self.r))
+        """Rank of a module. Raises ConfigError: two patterns disagree."""
+        return int(_fitting("rank_pattern", self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """Factor of `B A` of a module."""
+        """Factor of `B A` of a module. Raises ConfigError: two patterns disagree."""
         rank = self.rank(module)
-        return _first(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+        alpha = _fitting("alpha_pattern", self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def to_json(self, base: str) -> dict[str, Any]:
         """The file's content, for a base of that name. Only keys that every PEFT from 0.8 on knows."""
@@ -125,9 +126,16 @@ def _named(wanted: str | tuple[str, ...], module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in wanted)
 
 
-def _first(patterns: Patterns, module: str, otherwise: float) -> float:
-    found = (value for name, value in patterns if re.match(rf"(.*\.)?({name})$", module))
-    return next(found, otherwise)
+def _fitting(key: str, patterns: Patterns, module: str, otherwise: float) -> float:
+    found = {name: value for name, value in patterns if re.match(rf"(.*\.)?({name})$", module)}
+    if len(set(found.values())) > 1:
+        raise ConfigError(
+            f"'{key}' has {' and '.join(map(repr, found))} for '{module}', with different values",
+            where=NAME,
+            expected="one: PEFT takes the first, and sorts them when it saves",
+            fix="look up which one the adapter was trained with, and remove the other",
+        )
+    return next(iter(found.values()), otherwise)
 
 
 def parse_adapter(content: Mapping[str, Any], *, where: str) -> AdapterConfig:

@@ -201,6 +201,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="TOML file; the run that its folder holds is continued where it stopped"
     )
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="the file describes a low-rank adapter of a frozen checkpoint (docs/lora.md)",
+    )
 
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {

@@ -1,4 +1,4 @@
-"""`m31 train CONFIG.toml`: train, or continue, with a progress bar on a terminal."""
+"""`m31 train CONFIG.toml`, `--lora` for an adapter: train, or continue, with a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ def command(args: argparse.Namespace, out: Output) -> int:
     Raises: ConfigError for the configuration, TrainingError for the run's folder or a loss that is not finite.
     """
     from m31.training import config as training_config
+    from m31.training import lora
     from m31.training.data import provided
     from m31.training.trainer import Trainer
 
     path = Path(args.config)
-    config = training_config.load(path)
+    config = lora.load(path) if args.lora else training_config.load(path)
     folder = path.parent / config.run.folder
     data = provided(config.data.provider, config.data.options, where=f"{path}: [data]")
     shown = Bar(out)
