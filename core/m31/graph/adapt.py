@@ -33,10 +33,13 @@ def adapt(graph: ModelGraph, ranks: Mapping[str, int], stored: str = "float32") 
         stored: see `TensorDecl.stored`, of these tensors.
 
     Raises:
-        GraphError: a module is no linear layer of the graph.
+        GraphError: a module is no linear layer of the graph, or a rank is not positive.
     """
     if not ranks:
         return graph
+    for module, rank in ranks.items():
+        if rank < 1:
+            raise GraphError(f"rank {rank} for '{module}'", where="adapt pass", expected="1 or more")
     work = _Adapting(graph, dict(ranks), stored)
     adapted = infer(work.run())
     if work.left:
