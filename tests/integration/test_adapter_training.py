@@ -116,7 +116,7 @@ def random_adapter(checkpoint: Checkpoint, dtype: torch.dtype, targets: Any = ad
     ("name", "dtype"), [*((name, torch.float64) for name in SCHEMES), ("exact", torch.float32)], ids=str
 )
 def test_training_computes_what_is_served(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    """In float64 no sum depends on its order enough to move a rounding; in float32 one may, where anything is rounded."""
+    """In float64 no sum depends on its order enough to move a rounding; in float32 one may."""
     checkpoint = quantised.write_quantised(tmp_path / "c", quantised.bf16_config(), SCHEMES[name][3])
     task = lora.Finetuning(lora.parse(mapping(tmp_path / "c", name), where="test"), synthetic.counting(), dtype)
     task.parameters.load(dict(random_adapter(checkpoint, dtype).named()))
