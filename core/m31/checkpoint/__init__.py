@@ -12,7 +12,7 @@ from m31.checkpoint.logical import GlobalScale, LogicalTensor, QuantizedTensor
 from m31.checkpoint.reader import Checkpoint, DraftCheckpoint
 from m31.checkpoint.scan import check_finite
 from m31.checkpoint.target import TARGET_FORMATS, TargetFormat, target_config
-from m31.checkpoint.writer import random_tensors, write
+from m31.checkpoint.writer import random_tensors, write, write_draft
 
 __all__ = [
     "TARGET_FORMATS",
@@ -46,4 +46,5 @@ __all__ = [
     "target_config",
     "write",
     "write_adapter",
+    "write_draft",
 ]

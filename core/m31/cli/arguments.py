@@ -201,10 +201,12 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="TOML file; the run that its folder holds is continued where it stopped"
     )
-    parser.add_argument(
-        "--lora",
-        action="store_true",
-        help="the file describes a low-rank adapter of a frozen checkpoint (docs/lora.md)",
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--draft", action="store_true", help="train a draft head for the checkpoint that CONFIG names, not a model"
+    )
+    kinds.add_argument(
+        "--lora", action="store_true", help="train a low-rank adapter of the checkpoint that CONFIG names, not a model"
     )
 
 
@@ -216,7 +218,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "convert": ("write a checkpoint in another format", _convert),
     "explain": ("show which kernel runs which op, and why", _explain),
     "demo": ("write a small checkpoint with random weights", _demo),
-    "train": ("train a small model for the arithmetic that it will be served with", _train),
+    "train": ("train a small model, or a draft head, for the arithmetic that it will be served with", _train),
 }
 
 
