@@ -232,7 +232,7 @@ class Adapter:
     def __str__(self) -> str:
         ranks = sorted({pair.rank for pair in self.modules.values()})
         rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        return f"{self.folder.name}, {rank} in {len(self.modules):,} linear layers"
+        return f"{self.folder}: {rank} in {len(self.modules):,} linear layers"
 
 
 def adaptable(model: Model) -> dict[str, Shape]:

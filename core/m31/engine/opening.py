@@ -226,7 +226,7 @@ class OpenedAdapter:
 
     def notes(self, *, drafts: bool) -> Iterator[str]:
         """What a user should know. Merged weights are encoded now, if they were not."""
-        yield f"adapter {self.adapter}: {self.how}"
+        yield f"adapter {self.adapter}, {self.how}"
         yield from self.adapter.notes
         if self.merged is not None:
             yield str(self.merged.loss())
