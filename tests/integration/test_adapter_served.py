@@ -81,6 +81,7 @@ def test_backends_serve_it_from_ops_that_they_have(base: Checkpoint, everywhere:
     model = m31.load(base.folder, backend=backend, dtype="float32", adapter=everywhere, kv_dtype="float32")
     assert off(model.logits(IDS), want) < 1e-4
     assert model.formats["adapter"] == "applied"
+    assert model.context.adapter == f"applied:{Adapter.open(everywhere, base.config).digest}"  # pages are known by it
     told = " ".join(model.notes)
     assert f"adapter {everywhere}: rank 3 in 40 linear layers, applied" in told
     assert ("leaves these ops to reference" in told and "lora_experts" in told) == (backend == "cpu")

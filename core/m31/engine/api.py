@@ -10,6 +10,7 @@ from m31.engine.drafting import DraftHead
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
 from m31.engine.opening import Opened, OpenedDraft, fallback_note, open_model
+from m31.engine.seals import PLAIN
 from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import KVCache, KVLayout, KVSpec, Session
@@ -146,6 +147,7 @@ def load(
             *fallback_note(name, assigned),
             *_session_notes(opened.serving),
         ),
+        context=PLAIN if opened.adapter is None else opened.adapter.context,
     )
 
 

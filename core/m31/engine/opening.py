@@ -21,6 +21,7 @@ from m31.checkpoint.merging import MergedCheckpoint
 from m31.config import Draft
 from m31.engine.compiler import Compiler, whole
 from m31.engine.drafting import DraftCompilers
+from m31.engine.seals import Context
 from m31.errors import BackendRefused, ContractViolation, ManifestError, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
@@ -218,6 +219,11 @@ class OpenedAdapter:
     def how(self) -> str:
         """`applied` or `merged`."""
         return "applied" if self.merged is None else "merged"
+
+    @property
+    def context(self) -> Context:
+        """What pages that are computed with it are known by."""
+        return Context(adapter=f"{self.how}:{self.adapter.digest}", salt=None, media=())
 
     @property
     def nbytes(self) -> int:
