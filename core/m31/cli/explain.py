@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m31.cli.output import Output
-from m31.cli.session import formats
+from m31.cli.session import checkpoint_folder, formats
 
 if TYPE_CHECKING:
     from m31.engine.explain import Row
@@ -26,7 +26,7 @@ def command(args: argparse.Namespace, out: Output) -> int:
     from m31.engine.opening import open_model
 
     opened = open_model(
-        Path(args.checkpoint),
+        checkpoint_folder(args),
         options={},
         draft=None,
         adapter=None if args.adapter is None else Path(args.adapter),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from m31.checkpoint import bundled
 from m31.engine.compiler import bucket
 from m31.engine.drafting import DraftHead
 from m31.engine.engine import Engine
@@ -28,7 +29,7 @@ _POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does no
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     backend: str | None = None,
     device: str | None = None,
@@ -46,7 +47,8 @@ def load(
     """Load a checkpoint folder.
 
     Args:
-        path: the folder; everything in it is validated before anything is computed.
+        path: the folder; everything in it is validated before anything is computed. None is the bundled nano, a small
+            model that continues Python code (`m31.checkpoint.bundled`).
         backend: a backend's name; None chooses (see `m31 backends`).
         device: passed to the backend; None is its own choice.
         dtype: compute dtype; None is the first that the backend lists. The reference has `float32` and `float64`.
@@ -82,8 +84,9 @@ def load(
         {"max_context": (max_context, 1), "weight_cache_bytes": (weight_cache_bytes, 0), "draft": (draft, 1)},
     )
     merge = _merges(adapter, adapter_mode)
+    folder = bundled.folder() if path is None else Path(path)
     opened = open_model(
-        Path(path),
+        folder,
         backend=backend,
         device=device,
         dtype=dtype,
@@ -97,7 +100,7 @@ def load(
         options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
     checkpoint, compiler, spec = opened.checkpoint, opened.compiler, opened.spec
-    config, folder, session = checkpoint.config, Path(path), opened.serving.session
+    config, session = checkpoint.config, opened.serving.session
     text, name = config.text, opened.manifest.name
     tokenizer = None
     if (folder / "tokenizer.json").exists():

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import StrictBool, StrictStr
 
-from m31.checkpoint import AdapterConfig, Checkpoint, adaptable, write_adapter
+from m31.checkpoint import AdapterConfig, Checkpoint, adaptable, bundled, write_adapter
 from m31.checkpoint.adapter import official_module
 from m31.checkpoint.adapter_config import parse_adapter
 from m31.checkpoint.encoding import default_input_scale
@@ -30,12 +30,12 @@ class TargetSection(Strict):
     """The frozen base, and how it will be served.
 
     Attributes:
-        checkpoint: its folder; relative to the TOML file.
+        checkpoint: its folder; relative to the TOML file. Left out it is the bundled nano.
         arithmetic: name of `m31.formats.arithmetic`.
         kv, index: formats of the pages.
     """
 
-    checkpoint: StrictStr
+    checkpoint: StrictStr | None = None
     arithmetic: StrictStr
     kv: StrictStr
     index: StrictStr
@@ -139,7 +139,8 @@ class Finetuning:
     """
 
     def __init__(self, config: LoraConfig, data: Data, dtype: torch.dtype = torch.float32) -> None:
-        checkpoint = Checkpoint.open(config.target.checkpoint)
+        named = config.target.checkpoint
+        checkpoint = Checkpoint.open(bundled.folder() if named is None else named)
         self.target, self._name = checkpoint.config, checkpoint.folder.resolve().name
         scheme, self._config = config.scheme(), config.adapter()
         _require_scales(checkpoint, scheme)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from m31 import config as model_config
+from m31.checkpoint import bundled
 from m31.config.jsonfile import read_bytes
 from m31.errors import CorpusError, RequestError
 from m31.text.tokenizer import Tokenizer
@@ -17,16 +18,16 @@ from m31.training.draws import Purpose, permutation
 LIMIT = 2**30  # bytes of the file
 
 
-def provide(*, file: str, checkpoint: str, length: int, rows: int, seed: int, validation: float) -> Data:
+def provide(*, file: str, length: int, rows: int, seed: int, validation: float, checkpoint: str | None = None) -> Data:
     """The provider for fine-tuning on a text.
 
     Args:
         file: UTF-8 text; `~` is the user's home, other relative paths begin at the current folder.
-        checkpoint: folder whose tokenizer.json and config.json make tokens of it, likewise.
         length: tokens of a sequence.
         rows: sequences of a batch.
         seed: of their order.
         validation: fraction of the text, from its end, that is not trained on.
+        checkpoint: folder whose tokenizer.json and config.json make tokens of it, likewise; None is the bundled nano.
 
     Raises:
         CorpusError: the file cannot be read, is not UTF-8, or is too short.
@@ -34,7 +35,8 @@ def provide(*, file: str, checkpoint: str, length: int, rows: int, seed: int, va
         RequestError: an argument out of range.
     """
     _check({"length": length, "rows": rows}, validation)
-    path, folder = Path(file).expanduser(), Path(checkpoint).expanduser()
+    path = Path(file).expanduser()
+    folder = bundled.folder() if checkpoint is None else Path(checkpoint).expanduser()
     data = read_bytes(path, limit=LIMIT, error=CorpusError)
     try:
         text = data.decode("utf-8")
