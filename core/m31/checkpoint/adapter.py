@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Literal
 
 from m31.checkpoint.adapter_config import NAME, AdapterConfig, parse_adapter
 from m31.checkpoint.encoding import units
-from m31.checkpoint.header import encode_header, printable, read_header
+from m31.checkpoint.header import Header, encode_header, printable, read_header
 from m31.checkpoint.inventory import expected
 from m31.checkpoint.lazy import LazyTensor, MappedFile, stored_dtype
 from m31.checkpoint.naming import rename
 from m31.checkpoint.validation import nearest
-from m31.checkpoint.workfolder import sync_folder, write_file
+from m31.checkpoint.workfolder import file_hash, sync_folder, write_file
 from m31.checkpoint.writer import check_destination
 from m31.config import Model
 from m31.config.jsonfile import read_object
@@ -156,22 +156,11 @@ class Adapter:
             WrongShape, WrongDtype, BadHeader, TruncatedShard: the tensors.
         """
         path = Path(folder)
-        config, header = _require(path), None
-        header = read_header(path / TENSORS)
+        config, header = _require(path), read_header(path / TENSORS)
         linears = adaptable(model)
         where = str(header.path)
-        found: dict[str, dict[str, str]] = {}
-        for name in header.tensors:
-            match = _TENSOR.fullmatch(name)
-            if match is None:
-                raise UnexpectedTensor(
-                    f"'{printable(name)}' is no tensor of a plain adapter",
-                    where=where,
-                    expected=f"{_PREFIX}<module>.lora_A.weight and .lora_B.weight",
-                    fix=_COPIED if _BASE.search(name) else None,
-                )
-            found.setdefault(match["module"], {})[match["part"]] = name
-        spelt = _spelling(list(found), linears, model, where)
+        found = _modules(header)
+        spelt = _spelling(found, linears, model, where)
         wanted = {spelt(module): module for module in linears}
         for spelling in found:
             if not config.targets(spelling):
@@ -183,30 +172,11 @@ class Adapter:
         file = MappedFile(header.path, header.file_size)
         modules: dict[str, LowRank] = {}
         for spelling, module in wanted.items():
-            if not config.targets(spelling):
-                continue
-            parts, made = found.get(spelling, {}), {}
-            out, width = linears[module]
-            rank = config.rank(spelling)
-            for part, shape in (("A", (rank, width)), ("B", (out, rank))):
-                name = f"{_PREFIX}{spelling}.lora_{part}.weight"
-                if part not in parts:
-                    raise MissingTensor(
-                        f"has no tensor '{name}'",
-                        where=where,
-                        expected=f"both tensors of every module that 'target_modules' of {NAME} names",
-                    )
-                stored = header.tensors[name]
-                if stored.dtype not in _DTYPES:
-                    raise WrongDtype(f"'{name}' is {stored.dtype}", where=where, expected=" or ".join(_DTYPES))
-                if stored.shape != shape:
-                    raise WrongShape(f"'{name}' is {list(stored.shape)}", where=where, expected=str(list(shape)))
-                canonical = f"{module}.lora_{part}.weight"
-                source = LazyTensor(
-                    name=canonical, shape=shape, stored_dtype=stored.dtype, offset=stored.start, file=file
-                )
-                made[part] = AdapterTensor(canonical, source, config.scale(spelling) if part == "B" else 1.0)
-            modules[module] = LowRank(module, made["A"], made["B"])
+            if config.targets(spelling):
+                (out, width), rank, scale = linears[module], config.rank(spelling), config.scale(spelling)
+                a = _tensor(header, file, spelling, module, "A", (rank, width))
+                b = _tensor(header, file, spelling, module, "B", (out, rank))
+                modules[module] = LowRank(module, a, replace(b, factor=scale))
         if not modules:
             raise MissingTensor(
                 f"'target_modules' of {NAME} names no linear layer of this model",
@@ -224,10 +194,8 @@ class Adapter:
     @property
     def digest(self) -> str:
         """Changes with every byte of the folder's two files."""
-        total = hashlib.sha256()
-        for name in (NAME, TENSORS):
-            total.update(hashlib.sha256((self.folder / name).read_bytes()).digest())
-        return total.hexdigest()
+        hashes = [file_hash(self.folder / name) for name in (NAME, TENSORS)]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     def __str__(self) -> str:
         ranks = sorted({pair.rank for pair in self.modules.values()})
@@ -252,6 +220,41 @@ def adaptable(model: Model) -> dict[str, Shape]:
 def official_module(module: str, model: Model) -> str:
     """The name of a module in the official checkpoint of this architecture."""
     return f"language_model.{module}" if model.architecture == VISION_LANGUAGE else module
+
+
+def _modules(header: Header) -> list[str]:
+    """The modules that have tensors, as the file spells them."""
+    found: dict[str, None] = {}
+    for name in header.tensors:
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise UnexpectedTensor(
+                f"'{printable(name)}' is no tensor of a plain adapter",
+                where=str(header.path),
+                expected=f"{_PREFIX}<module>.lora_A.weight and .lora_B.weight",
+                fix=_COPIED if _BASE.search(name) else None,
+            )
+        found[match["module"]] = None
+    return list(found)
+
+
+def _tensor(header: Header, file: MappedFile, spelling: str, module: str, part: str, shape: Shape) -> AdapterTensor:
+    """A or B of a module, without its scale."""
+    name, where = f"{_PREFIX}{spelling}.lora_{part}.weight", str(header.path)
+    stored = header.tensors.get(name)
+    if stored is None:
+        raise MissingTensor(
+            f"has no tensor '{name}'",
+            where=where,
+            expected=f"both tensors of every module that 'target_modules' of {NAME} names",
+        )
+    if stored.dtype not in _DTYPES:
+        raise WrongDtype(f"'{name}' is {stored.dtype}", where=where, expected=" or ".join(_DTYPES))
+    if stored.shape != shape:
+        raise WrongShape(f"'{name}' is {list(stored.shape)}", where=where, expected=str(list(shape)))
+    canonical = f"{module}.lora_{part}.weight"
+    source = LazyTensor(name=canonical, shape=shape, stored_dtype=stored.dtype, offset=stored.start, file=file)
+    return AdapterTensor(canonical, source, 1.0)
 
 
 def _require(path: Path) -> AdapterConfig:
