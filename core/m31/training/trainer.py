@@ -24,6 +24,8 @@ from m31.training.data import Data
 from m31.training.pieces import Pieces
 from m31.training.state import Progress, StateFolder, append
 
+CHECKPOINT = RunConfig.PRODUCT  # what a run of a model leaves
+
 
 @dataclass(frozen=True)
 class Report:
