@@ -135,6 +135,7 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
     words += " --repetition-penalty 1.1 --presence-penalty 0.2 --ignore-eos"
     words += " --backend reference --device cpu --dtype float64 --max-context 512 --draft 3"
     words += " --kv-dtype fp8 --index-dtype int8 --arithmetic w8a8-mxfp8 --v-scale-order token_quad"
+    words += " --adapter tuned --merge-adapter"
     assert main(["run", *words.split(), "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {
         "max_tokens": 5,
@@ -150,14 +151,15 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
     }
     options = {"backend": "reference", "device": "cpu", "dtype": "float64", "max_context": 512, "draft": 3}
     formats = {"kv_dtype": "fp8", "index_dtype": "int8", "arithmetic": "w8a8-mxfp8", "v_scale_order": "token_quad"}
-    assert fake.loads == [(Path("ckpt"), options | formats)]
+    adapter = {"adapter": "tuned", "adapter_mode": "merge"}
+    assert fake.loads == [(Path("ckpt"), options | formats | adapter)]
 
 
 def test_flags_not_given_keep_the_librarys_defaults(fake: FakeModel) -> None:
     assert main(["run", "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {}
     unset = ("backend", "device", "kv_dtype", "index_dtype", "v_scale_order", "arithmetic", "max_context", "draft")
-    assert fake.loads[0][1] == dict.fromkeys(("dtype", *unset))
+    assert fake.loads[0][1] == dict.fromkeys(("dtype", "adapter", "adapter_mode", *unset))
 
 
 @pytest.mark.parametrize("words", [["p"], ["--raw", "p"], ["p", "--raw"], ["-"]])

@@ -100,6 +100,12 @@ def _add_formats(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group.add_argument(
         "--arithmetic", metavar="NAME", help="what is quantised while computing (default: the backend's own)"
     )
+    group.add_argument("--adapter", metavar="DIR", help="folder of a low-rank adapter in PEFT's layout")
+    group.add_argument(
+        "--merge-adapter",
+        action="store_true",
+        help="merge the adapter into the weights, in their format (default: compute it beside them, without loss)",
+    )
     return group
 
 
@@ -197,6 +203,7 @@ def _convert(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="m31: one global scale for gate and up of an expert, as some kernels need (default: one each)",
     )
+    parser.add_argument("--adapter", metavar="DIR", help="folder of a low-rank adapter to merge into the weights")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -209,8 +216,12 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="TOML file; the run that its folder holds is continued where it stopped"
     )
-    parser.add_argument(
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--draft", action="store_true", help="train a draft head for the checkpoint that CONFIG names, not a model"
+    )
+    kinds.add_argument(
+        "--lora", action="store_true", help="train a low-rank adapter of the checkpoint that CONFIG names, not a model"
     )
 
 
@@ -296,6 +307,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check(args: argparse.Namespace, parser: Parser) -> None:
     """Refuse combinations in which one flag would be ignored in silence."""
+    if getattr(args, "merge_adapter", False) and args.adapter is None:
+        parser.error("--merge-adapter says how --adapter is used; add --adapter or drop it")
     if args.command not in ("run", "chat"):
         return
     if args.command == "run" and args.system is not None and args.checkpoint is None:

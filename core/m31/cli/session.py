@@ -129,7 +129,9 @@ def open_model(args: argparse.Namespace) -> Model:
     import m31
 
     path = None if args.checkpoint is None else Path(args.checkpoint)
-    model: Model = m31.load(path, max_context=args.max_context, draft=args.draft, **formats(args))
+    mode = "merge" if args.merge_adapter else None
+    wanted = {"max_context": args.max_context, "draft": args.draft, "adapter": args.adapter, "adapter_mode": mode}
+    model: Model = m31.load(path, **wanted, **formats(args))
     return model
 
 

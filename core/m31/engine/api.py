@@ -11,6 +11,7 @@ from m31.engine.drafting import DraftHead
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
 from m31.engine.opening import Opened, OpenedDraft, fallback_note, open_model
+from m31.engine.seals import PLAIN
 from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import Backend, KVCache, KVLayout, KVSpec, Session
@@ -40,6 +41,8 @@ def load(
     max_context: int | None = None,
     weight_cache_bytes: int | None = None,
     draft: int | None = None,
+    adapter: str | Path | None = None,
+    adapter_mode: str | None = None,
 ) -> Model:
     """Load a checkpoint folder.
 
@@ -64,7 +67,7 @@ def load(
 
     Raises:
         BackendError: no such backend, or it cannot be used here.
-        ConfigError, CheckpointError, TokenizerError, TemplateError: the folder is not right.
+        ConfigError, CheckpointError, TokenizerError, TemplateError: the folder, or the adapter's, is not right.
         MemoryBudgetExceeded: `max_context` does not fit the memory.
     """
     _check_arguments(
@@ -75,9 +78,11 @@ def load(
             "index_dtype": index_dtype,
             "v_scale_order": v_scale_order,
             "arithmetic": arithmetic,
+            "adapter_mode": adapter_mode,
         },
         {"max_context": (max_context, 1), "weight_cache_bytes": (weight_cache_bytes, 0), "draft": (draft, 1)},
     )
+    merge = _merges(adapter, adapter_mode)
     folder = bundled.folder() if path is None else Path(path)
     opened = open_model(
         folder,
@@ -89,6 +94,8 @@ def load(
         v_scale_order=v_scale_order,
         arithmetic=arithmetic,
         draft=draft,
+        adapter=None if adapter is None else Path(adapter),
+        merge_adapter=merge,
         options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
     checkpoint, compiler, spec = opened.checkpoint, opened.compiler, opened.spec
@@ -106,9 +113,8 @@ def load(
         layouts.append(opened.serving.kv_layout(opened.draft.spec, own))
         assigned += own
     cap = _cap(opened, max_context)
-    cap, caches = _allocate(
-        session, spec, layouts, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
-    )
+    held = compiler.weights.bytes_needed(assigned) + (0 if opened.adapter is None else opened.adapter.nbytes)
+    cap, caches = _allocate(session, spec, layouts, cap, held, name, exact=max_context is not None)
     for step in steps:  # a fault of the weights shows now, not in the middle of a text
         compiler.bind(step)
     if opened.draft is not None:
@@ -131,6 +137,7 @@ def load(
             "index": spec.index_format,
             "compute": str(session.dtypes["model"]).removeprefix("torch."),
             "arithmetic": session.numerics.name,
+            **({} if opened.adapter is None else {"adapter": opened.adapter.how}),
         },
         engine=engine,
         cap=cap,
@@ -138,9 +145,11 @@ def load(
         template=template,
         notes=(
             *checkpoint.notes,
+            *(() if opened.adapter is None else opened.adapter.notes(drafts=draft is not None)),
             *fallback_note(name, assigned),
             *_session_notes(opened.serving),
         ),
+        context=PLAIN if opened.adapter is None else opened.adapter.context,
     )
 
 
@@ -169,6 +178,17 @@ def _check_arguments(names: dict[str, object], numbers: dict[str, tuple[object, 
     for argument, (number, least) in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
             raise RequestError(f"{argument} is {number!r}", expected=f"a whole number from {least} on, or None")
+
+
+def _merges(adapter: object, mode: str | None) -> bool:
+    """Whether the adapter is merged."""
+    if adapter is not None and not isinstance(adapter, str | Path):
+        raise RequestError(f"adapter is {adapter!r}", expected="a folder, or None")
+    if mode not in (None, "apply", "merge"):
+        raise RequestError(f"adapter_mode is '{mode}'", expected="'apply' or 'merge'")
+    if mode is not None and adapter is None:
+        raise RequestError(f"adapter_mode is '{mode}' without an adapter", fix="give adapter, or leave it out")
+    return mode == "merge"
 
 
 def _verifying(draft: int) -> StepClass:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, StrictStr
 
@@ -140,7 +140,10 @@ class BatchSection(Strict):
 
 
 class RunConfig(Strict, ABC):
-    """What every kind of training has; a subclass adds what is trained."""
+    """What every kind of training has; a subclass adds what is trained, and says how the folder is called that a
+    finished run writes beside its state."""
+
+    PRODUCT: ClassVar[str] = "checkpoint"
 
     seed: NaturalInt
     run: RunSection

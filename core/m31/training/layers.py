@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,22 @@ class Sizes(Protocol):
         """Of every MLP."""
 
 
+class Entering(NamedTuple):
+    """The input of projections.
+
+    Attributes:
+        given: before it is quantised; what an adapter takes.
+        seen: as the projections see it.
+    """
+
+    given: Tensor
+    seen: Tensor
+
+    def detach(self) -> Entering:
+        """Without gradients."""
+        return Entering(self.given.detach(), self.seen.detach())
+
+
 class Layers:
     """The parts of a layer. Shapes: N tokens, C hidden channels, D channels of a head.
 
@@ -61,13 +77,13 @@ class Layers:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self._sizes.rms_norm_eps)
         return x * scale * (1.0 + self._leaf(name))
 
-    def _in(self, x_NC: Tensor) -> Tensor:
+    def _in(self, x_NC: Tensor) -> Entering:
         """The input of projections as they see it; made once for all projections of one input."""
-        return straight_through(x_NC, self._linear_in)
+        return Entering(x_NC, straight_through(x_NC, self._linear_in))
 
-    def _linear(self, x_NC: Tensor, name: str) -> Tensor:
+    def _linear(self, x_NC: Entering, name: str) -> Tensor:
         """A projection of an input from `_in`."""
-        return straight_through(functional.linear(x_NC, self._leaf(name)), self._linear_out)
+        return straight_through(functional.linear(x_NC.seen, self._leaf(name)), self._linear_out)
 
     def _table(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, rotary/2]; every step rounds to float32 (MODEL.md §2.3)."""
@@ -78,7 +94,7 @@ class Layers:
         dtype = self._weights.dtype
         return angle.cos()[:, None].to(dtype), angle.sin()[:, None].to(dtype)
 
-    def _heads(self, x_NC: Tensor, at: str, heads: int, batch: int, table: tuple[Tensor, Tensor]) -> Tensor:
+    def _heads(self, x_NC: Entering, at: str, heads: int, batch: int, table: tuple[Tensor, Tensor]) -> Tensor:
         """Projection, norm per head, RoPE: [B, T, heads, D]."""
         x = self._linear(x_NC, f"{at}_proj").view(batch, -1, heads, self._leaf(f"{at}_norm").numel())
         x = self._norm(x, f"{at}_norm")
@@ -91,7 +107,7 @@ class Layers:
         a = self._sizes.activation
         return swiglu(gate, up, a.alpha, a.beta, a.limit)
 
-    def _mlp(self, x_NC: Tensor, at: str) -> Tensor:
+    def _mlp(self, x_NC: Entering, at: str) -> Tensor:
         """Of an input from `_in`. The activation is quantised from the accumulation dtype (MODEL.md §2.5)."""
         gate, up = self._linear(x_NC, f"{at}.gate_proj"), self._linear(x_NC, f"{at}.up_proj")
         return self._linear(self._in(self._activate(gate, up)), f"{at}.down_proj")

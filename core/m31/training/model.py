@@ -17,9 +17,9 @@ from torch.nn import functional
 from m31.config.model import SparseAttention, Text
 from m31.errors import GraphError
 from m31.training import attention, fakequant
-from m31.training.experts import ExpertSteps, mixture
+from m31.training.experts import Added, ExpertSteps, mixture
 from m31.training.fakequant import Scheme, straight_through
-from m31.training.layers import Layers
+from m31.training.layers import Entering, Layers
 from m31.training.parameters import BIAS, Parameters
 
 Recorder = dict[str, Any]
@@ -171,7 +171,7 @@ class TrainedText(Layers):
         self,
         layer: int,
         sparse: SparseAttention,
-        x_NC: Tensor,
+        x_NC: Entering,
         batch: int,
         table: tuple[Tensor, Tensor],
         record: Recorder | None,
@@ -204,8 +204,13 @@ class TrainedText(Layers):
             self.parameters.leaves[f"{at}.experts.w13"],
             self.parameters.leaves[f"{at}.experts.w2"],
             self._steps,
+            self._added(f"{at}.experts"),
         )
         return routed + self._mlp(self._in(h_NC), f"{at}.shared_experts")
+
+    def _added(self, at: str) -> Added | None:
+        """What is added to the products of the routed experts `at`."""
+        return None
 
 
 def divergence(scores_TKb: Tensor, mass_TKb: Tensor, keep: Tensor | None, block: int) -> Tensor:

@@ -24,7 +24,7 @@ from m31.training.data import Data
 from m31.training.pieces import Pieces
 from m31.training.state import Progress, StateFolder, append
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT = RunConfig.PRODUCT  # what a run of a model leaves
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `finished` with a checkpoint in `folder`, or interrupted with a state that continues."""
+    """How a run ended: `finished` with what it made in `folder`, or interrupted with a state that continues."""
 
     finished: bool
     step: int
@@ -95,11 +95,13 @@ class Trainer:
             finally:
                 os.close(log)
             done = self._done
-            if done and not (path / CHECKPOINT).exists():
+            if done and not (path / self.config.PRODUCT).exists():
                 self.parameters.load(self.files.best(self.progress))
-                self.task.export(path / CHECKPOINT)
+                self.task.export(path / self.config.PRODUCT)
         best = self.progress.best_loss
-        return Outcome(done, self.progress.step, self.progress.total, best, path / CHECKPOINT if done else path)
+        return Outcome(
+            done, self.progress.step, self.progress.total, best, path / self.config.PRODUCT if done else path
+        )
 
     # -- the loop --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from m31.formats.arithmetic import ArithmeticSpec
 from m31.graph import Rounding
 from m31.training import fakequant
 from m31.training.fakequant import straight_through
-from m31.training.layers import Layers
+from m31.training.layers import Entering, Layers
 from m31.training.weights import Weights
 
 TILE = 16  # blocks whose scores are one product: neighbours read almost the same context
@@ -85,7 +85,8 @@ class TrainedHead(Layers):
 
     def context(self, taps_TC: Tensor) -> Context:
         """Keys and values of committed tokens, from the target's residual streams [T, n * C] (MODEL.md §5.1)."""
-        fused_TC = self._linear(self._bf16(self._round.linear, taps_TC), "dspark.fc")
+        taps_TC = self._bf16(self._round.linear, taps_TC)
+        fused_TC = self._linear(Entering(taps_TC, taps_TC), "dspark.fc")
         x_TC = self._in(self._bf16(self._round.linear, self._norm(fused_TC, "dspark.hidden_norm")))
         table = self._table(len(taps_TC))
         out = Context([], [])
@@ -126,8 +127,8 @@ class TrainedHead(Layers):
                 window=draft.sliding_window,
                 scale=draft.head_dim**-0.5,
             )
-            o_NC = self._in(self._bf16(self._round.linear, o_NC))
-            x_NC = x_NC + self._linear(o_NC, f"{at}.self_attn.o_proj")
+            o_in = self._in(self._bf16(self._round.linear, o_NC))
+            x_NC = x_NC + self._linear(o_in, f"{at}.self_attn.o_proj")
             h_NC = self._in(self._bf16(self._round.linear, self._norm(x_NC, f"{at}.post_attention_layernorm")))
             x_NC = x_NC + self._mlp(h_NC, f"{at}.mlp")
         return self._bf16(self._round.linear, self._norm(x_NC, "dspark.final_norm"))
@@ -147,7 +148,7 @@ class TrainedHead(Layers):
     def _markov(self, prev_N: Tensor) -> Tensor:
         return functional.embedding(prev_N, self._leaf(f"{_MARKOV}1"))
 
-    def _key_value(self, x_NC: Tensor, layer: int, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _key_value(self, x_NC: Entering, layer: int, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[N, K, D] each, of an input from `_in`."""
         at = f"dspark.layers.{layer}.decoder_layer.self_attn"
         k = self._bf16(self._round.query, self._heads(x_NC, f"{at}.k", self.draft.num_kv_heads, 1, table)[0])
