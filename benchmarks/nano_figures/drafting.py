@@ -19,10 +19,10 @@ from m31.engine.philox import Purpose, uniforms
 from m31.engine.sampling import RowState, SamplingParams, distribution, draw, sample
 from m31.engine.verify import Drafted, keeps, replacement, verify
 
-from .job import Job
+from .job import HEAD, Job
 from .served import load
 from .stats import Figure, chi_square, ratio, same_source
-from .store import Progress
+from .store import Progress, folder_digest
 
 DRAFT = 7
 PROMPT = 256  # tokens
@@ -33,11 +33,6 @@ SMALL = 8  # vocabulary of the distribution test
 _PURPOSES = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RESIDUAL)
 
 F64 = npt.NDArray[np.float64]
-
-
-def available(job: Job) -> bool:
-    """Whether the checkpoint has a draft head."""
-    return (job.checkpoint / "dspark").is_dir()
 
 
 def prompts(job: Job, count: int) -> list[tuple[int, ...]]:
@@ -89,10 +84,16 @@ def continued(
 
 
 def drafting(job: Job) -> dict[str, Any]:
-    """Accepted tokens per verify, greedy and at temperature 1, and whether greedy texts are those without drafting."""
+    """Accepted tokens per verify, greedy and at temperature 1, and whether greedy texts are those without drafting.
+
+    Raises:
+        ValueError: the checkpoint has no draft head.
+    """
+    if job.head is None:
+        raise ValueError(f"{job.checkpoint} has no draft head (no folder '{HEAD}' in it)")
     count, length = _SIZES[job.quick]
-    key = job.key(job.checkpoint, setting=job.served.key(), count=count, length=length, draft=DRAFT)
     setting = replace(job.served, dtype="float64")
+    key = job.key(job.checkpoint, head=folder_digest(job.head), setting=setting.key(), count=count, length=length)
 
     def texts(name: str, draft: int, temperature: float) -> dict[str, Any]:
         def compute() -> dict[str, Any]:
@@ -105,7 +106,9 @@ def drafting(job: Job) -> dict[str, Any]:
                     progress.add(1)
             return {"tokens": [tokens for tokens, _ in pairs], "accepted": [accepted for _, accepted in pairs]}
 
-        found: dict[str, Any] = job.store.get(name.replace(" ", "-"), {**key, "temperature": temperature}, compute)
+        found: dict[str, Any] = job.store.get(
+            name.replace(" ", "-"), {**key, "draft": draft, "temperature": temperature}, compute
+        )
         return found
 
     greedy, plain = texts("drafting greedy", DRAFT, 0.0), texts("without drafting", 0, 0.0)

@@ -19,6 +19,7 @@ from m31.training.corpus import Corpus
 from .served import Setting
 from .store import Store, folder_digest
 
+HEAD = "dspark"  # folder of the draft head in a checkpoint
 _QUICK_FILES = slice(4, None, 10)  # of the test split
 
 
@@ -58,6 +59,12 @@ class Job:
         return Checkpoint.open(self.checkpoint).config.text
 
     @property
+    def head(self) -> Path | None:
+        """Folder of the checkpoint's draft head, if it has one."""
+        folder = self.checkpoint / HEAD
+        return folder if folder.is_dir() else None
+
+    @property
     def sparse(self) -> SparseAttention:
         """How the checkpoint chooses blocks.
 
@@ -79,9 +86,12 @@ class Job:
         return self.sparse.topk_blocks * self.sparse.block_size
 
     def key(self, folder: Path | None, **more: Any) -> dict[str, Any]:
-        """What a measurement depends on: a checkpoint (None: no model), the text, versions, and `more`."""
+        """What a measurement depends on: a checkpoint (None: no model), the text, versions, and `more`.
+
+        A draft head is not part of the checkpoint here: it changes nothing that is measured without it.
+        """
         return {
-            "checkpoint": None if folder is None else folder_digest(folder),
+            "checkpoint": None if folder is None else folder_digest(folder, without=HEAD),
             "text": self.cache.key,
             "files": [entry.path for entry in self.entries()],
             "seed": self.seed,

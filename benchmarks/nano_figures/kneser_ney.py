@@ -133,7 +133,10 @@ def _discounts(counts: I64, k: int) -> tuple[float, float, float]:
     if not n1 * n2 * n3 * n4:
         raise ValueError(f"too little text: no {k}-grams with one of the counts 1 to 4")
     y = n1 / (n1 + 2 * n2)
-    return 1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3
+    found = 1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3
+    if not all(0 <= d <= count for count, d in enumerate(found, start=1)):
+        raise ValueError(f"no text: the discounts of {k}-grams would be {found}")
+    return found
 
 
 def _order(grams: I64, counts: I64, vocabulary: int, discounts: tuple[float, float, float]) -> _Order:

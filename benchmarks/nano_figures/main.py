@@ -16,7 +16,7 @@ from m31.training import bpe, corpus
 from m31.training.cache import open_cache
 
 from . import curves, drafting, pages, plots, recall, text
-from .job import Job
+from .job import HEAD, Job
 from .served import Setting
 from .store import Store, folder_digest, write_atomically
 from .tables import filled, render
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     provenance = {
         **job.key(args.checkpoint),
         "twin": None if args.twin is None else folder_digest(args.twin),
+        "draft_head": None if job.head is None else folder_digest(job.head),
         "library": job.texts.python,
         "served": job.served.key(),
         "windows": {"length": job.length, "overlap": job.overlap},
@@ -49,12 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     }
     path = args.out / f"{_stem(args.label)}.json"
     results = _earlier(path, provenance)
-    if "drafting" in (args.only or ()) and not drafting.available(job):
-        sys.exit(f"{args.checkpoint} has no draft head (no folder 'dspark' in it)")
+    if "drafting" in (args.only or ()) and job.head is None:
+        sys.exit(f"{args.checkpoint} has no draft head (no folder '{HEAD}' in it)")
     for name, measure in MEASUREMENTS.items():
         if args.only and name not in args.only:
             continue
-        if name == "drafting" and not drafting.available(job):
+        if name == "drafting" and job.head is None:
             results["skipped"][name] = "the checkpoint has no draft head"
             continue
         results["figures"][name] = measure(job)
@@ -144,9 +145,11 @@ def _plots(out: Path, found: dict[str, Any]) -> None:
 def publish(document: Path, out: Path, results: Path) -> None:
     """Bring a document's tables up to date, and copy plots and results into the folder of its name beside it."""
     found = json.loads(results.read_bytes())
-    text_ = filled(document.read_text(encoding="utf-8"), found)
     beside = document.with_suffix("")
+    text_ = filled(document.read_text(encoding="utf-8"), found, f"{beside.name}/{results.name}")
     beside.mkdir(exist_ok=True)
+    for old in beside.glob("results*.json"):
+        old.unlink()
     for path in (*sorted(out.glob("*.svg")), results):
         write_atomically(beside / path.name, path.read_bytes())
     write_atomically(document, text_.encode())

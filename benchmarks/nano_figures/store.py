@@ -14,11 +14,13 @@ from typing import Any
 from m31.checkpoint.workfolder import file_hash, write_file
 
 
-def folder_digest(folder: Path) -> str:
-    """A hash of the names and contents of every file below a folder."""
+def folder_digest(folder: Path, *, without: str | None = None) -> str:
+    """A hash of the names and contents of every file below a folder, except those in its subfolder `without`."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{file_hash(path)}\n".encode())
+        name = path.relative_to(folder)
+        if name.parts[0] != without:
+            digest.update(f"{name.as_posix()}\0{file_hash(path)}\n".encode())
     return digest.hexdigest()
 
 

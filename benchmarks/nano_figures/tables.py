@@ -113,7 +113,8 @@ def drafting(found: dict[str, Any]) -> str:
         rows.append((name, plain(row["per_verify"], 2), f"{row['verifies']:,}", kept))
     head = ("", f"Accepted of {found['draft']}", "Verifications", "Kept at position 1, 2, ..., %")
     tail = f"{found['prompts']} texts, {found['tokens']:,} greedy tokens, of which {found['mismatches']} differ from "
-    return f"{tail}those without drafting.\n\n{_table(head, rows)}"
+    plot = "![Drafts kept by position](nano/drafting.svg)\n"
+    return f"{tail}those without drafting.\n\n{_table(head, rows)}\n{plot}"
 
 
 def distributions(found: dict[str, Any]) -> str:
@@ -157,13 +158,34 @@ def render(name: str, results: dict[str, Any]) -> str:
     return f"Not measured: {results['skipped'].get(name, 'not asked for')}.\n"
 
 
-def filled(document: str, results: dict[str, Any]) -> str:
+def source(results: dict[str, Any], where: str) -> str:
+    """What the figures were measured with, and the file that holds them."""
+    made = results["provenance"]
+    versions, served = made["versions"], made["served"]
+    size = f"{len(made['files'])} of the test split's files, Python library of {made['library']}"
+    formats = f"arithmetic {served['arithmetic']}, K and V {served['kv']}, index keys {served['index']}"
+    return (
+        f"All figures: [{where}]({where}). Checkpoint {made['checkpoint'][:12]}, {formats}; {size}; "
+        f"m31 {versions['m31']}, torch {versions['torch']}, {made['machine']}; seed {made['seed']}.\n"
+    )
+
+
+def filled(document: str, results: dict[str, Any], where: str) -> str:
     """The document with every `<!-- figures: NAME --> ... <!-- end -->` brought up to date.
 
+    Args:
+        document: Markdown.
+        results: of `main`.
+        where: their file, as the document links it; the part named "source" shows it.
     Raises:
         ValueError: a marker names no measurement, or a measurement has no marker.
     """
     marked = {match["name"] for match in _BLOCK.finditer(document)}
-    if marked != TABLES.keys():
-        raise ValueError(f"marked are {sorted(marked)}, measured are {sorted(TABLES)}")
-    return _BLOCK.sub(lambda match: f"{match[1]}\n{render(match['name'], results)}\n{match[3]}", document)
+    if marked != {*TABLES, "source"}:
+        raise ValueError(f"marked are {sorted(marked)}, measured are {sorted(TABLES)} and their source")
+
+    def part(match: re.Match[str]) -> str:
+        text = source(results, where) if match["name"] == "source" else render(match["name"], results)
+        return f"{match[1]}\n{text}\n{match[3]}"
+
+    return _BLOCK.sub(part, document)
