@@ -20,7 +20,7 @@ from .served import by_layer, load, watched
 from .stats import ratio, wilson
 from .store import Progress
 
-DISTANCES = {500: 30, 1000: 30, 2000: 30, 3000: 60, 3500: 30}
+DISTANCES = {500: 24, 1000: 24, 2000: 24, 3000: 60, 3500: 24}
 """Tokens between definition and question -> questions."""
 WITHOUT = (500, 3000)  # distances at which the definition is also left out
 _QUICK = 2  # questions per distance

@@ -56,7 +56,14 @@ def wilson(hits: int, n: int, *, of: str) -> Figure:
     share, z2 = hits / n, _Z * _Z
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
-    return {"value": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half), "n": n, "of": of}
+    # At 0 and n one end is the share itself, which rounding must not pass.
+    return {
+        "value": share,
+        "low": max(0.0, min(share, middle - half)),
+        "high": min(1.0, max(share, middle + half)),
+        "n": n,
+        "of": of,
+    }
 
 
 def chi_square(counts: F64, expected: F64) -> dict[str, Any]:

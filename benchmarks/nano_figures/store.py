@@ -32,10 +32,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 class Store:
-    """Results by name, each valid for what it was measured with only.
+    """Results by name and key: each is valid for what it was measured with only, and none replaces another.
 
     Args:
-        folder: made if needed. Its files `NAME.json` hold {"key": ..., "result": ...}.
+        folder: made if needed. Its files `NAME-HASH.json` hold {"key": ..., "result": ...}.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,15 +43,16 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str, key: Mapping[str, Any], compute: Callable[[], Any]) -> Any:
-        """The result of `compute`, which runs only if there is none for this key; another key's is replaced.
+        """The result of `compute`, which runs only if there is none for this key.
 
         Args:
-            name: file name without suffix.
+            name: what is measured; part of a file name.
             key: everything that the result depends on, as plain JSON.
             compute: returns plain JSON.
         """
-        path = self.folder / f"{name}.json"
-        wanted = json.loads(json.dumps(key))
+        content = json.dumps(key, sort_keys=True)
+        digest = hashlib.blake2b(content.encode(), digest_size=6).hexdigest()
+        path, wanted = self.folder / f"{name}-{digest}.json", json.loads(content)
         found = _read(path)
         if found is not None and found["key"] == wanted:
             return found["result"]

@@ -167,6 +167,13 @@ def test_wilson(hits: int, n: int, low: float, high: float) -> None:
     assert (figure["low"], figure["high"]) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
+@pytest.mark.parametrize("n", range(1, 70))
+def test_wilson_holds_the_share_also_at_its_ends(n: int) -> None:
+    for hits in (0, n):
+        figure = stats.wilson(hits, n, of="questions")
+        assert 0 <= figure["low"] <= figure["value"] <= figure["high"] <= 1
+
+
 def test_chi_square_tails() -> None:
     """3.841 and 14.067 are the textbook's 5 % points of 1 and 7 degrees of freedom."""
     assert stats._tail(3.8415, 1)["p"] == pytest.approx(0.05, abs=1e-4)
@@ -190,10 +197,13 @@ def test_a_finished_measurement_is_not_made_again(tmp_path: Path) -> None:
     assert kept.get("x", {"checkpoint": "1"}, compute) == {"a": [1]}
     assert store.Store(tmp_path / "kept").get("x", {"checkpoint": "1"}, compute) == {"a": [1]}
     assert kept.get("x", {"checkpoint": "2"}, compute) == {"a": [2]}  # another checkpoint
-    path = tmp_path / "kept" / "x.json"
-    path.write_bytes(path.read_bytes()[:-9])  # as a full disk may leave it
+    assert kept.get("x", {"checkpoint": "1"}, compute) == {"a": [1]}  # which does not replace the first
+    paths = list((tmp_path / "kept").iterdir())
+    assert len(paths) == 2
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-9])  # as a full disk may leave it
     assert kept.get("x", {"checkpoint": "2"}, compute) == {"a": [3]}
-    assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+    assert sorted((tmp_path / "kept").iterdir()) == sorted(paths)
 
 
 def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
