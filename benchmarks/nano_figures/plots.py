@@ -21,7 +21,7 @@ from .store import write_atomically
 
 _INK, _GRID = "#24292f", "#d0d7de"
 _COLOURS = {"nano": "#2563a8", "twin": "#d9772b", "draft": "#2f8f5b", "with": "#2563a8", "without": "#9a9a9a"}
-_POINTS = 400  # of a curve; more would only make the file bigger
+_POINTS = 200  # most points of a curve; more would only make the file bigger
 _SMOOTH = 15  # steps
 _STYLE = {
     "svg.fonttype": "none",
@@ -57,7 +57,7 @@ def _canvas(path: Path, columns: int = 1, width: float = 6.4, height: float = 3.
 def _line(axes: Any, curves: Curves, kind: str, name: str, width: int = _SMOOTH, **style: Any) -> None:
     if kind in curves.series:
         steps, values = curves.series[kind]
-        step = max(1, len(steps) // _POINTS)
+        step = -(-len(steps) // _POINTS)
         axes.plot(steps[::step], smooth(values, width)[::step], color=_COLOURS[name], linewidth=1.2, **style)
 
 
@@ -92,7 +92,7 @@ def draw_curves(folder: Path, found: dict[str, Curves]) -> list[Path]:
 
 def _load(axes: Any, layer: str, shares: Any) -> None:
     """From the least to the greatest share of an expert over the steps, the middle half, and an equal share."""
-    step = max(1, len(shares) // (_POINTS // 2))
+    step = -(-3 * len(shares) // _POINTS)  # every layer has four edges
     steps = np.arange(1, len(shares) + 1)[::step]
     smoothed = np.sort(np.stack([smooth(expert, _SMOOTH)[::step] for expert in shares.T]), axis=0)
     for out, alpha in ((0, 0.25), (len(smoothed) // 4, 0.5)):

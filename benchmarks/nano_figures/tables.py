@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from .stats import Figure
 
+_ENDS: tuple[Literal["value"], Literal["low"], Literal["high"]] = ("value", "low", "high")
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def plain(figure: Figure, digits: int = 3) -> str:
-    """Value and interval."""
-    value, low, high = (f"{number:.{digits}f}" for number in (figure["value"], figure["low"], figure["high"]))
-    return f"{value} [{low}, {high}]"
+    """Value and interval; where one unit was measured there is no interval."""
+    return _shown(figure, f".{digits}f")
 
 
 def percent(figure: Figure, digits: int = 1, sign: str = "") -> str:
     """The same times a hundred."""
-    value, low, high = (f"{100 * x:{sign}.{digits}f}" for x in (figure["value"], figure["low"], figure["high"]))
-    return f"{value} % [{low}, {high}]"
+    return _shown(figure, f"{sign}.{digits}f", factor=100, unit=" %")
+
+
+def _shown(figure: Figure, form: str, factor: float = 1, unit: str = "") -> str:
+    value, low, high = (f"{factor * figure[end]:{form}}" for end in _ENDS)
+    return f"{value}{unit} [{low}, {high}]" if figure["n"] > 1 else f"{value}{unit} (n = 1)"
 
 
 def change(figure: Figure) -> str:
