@@ -37,7 +37,7 @@ def read(path: Path) -> Curves:
     if not rows:
         raise ValueError(f"{path}: no step is logged (last line: {rest!r})")
     series = {}
-    for name in ("loss", "validation", "kl", "tokens_per_second"):
+    for name in ("loss", "validation", "kl", "accepted", "greedy", "tokens_per_second"):
         found = [(row["step"], row[name]) for row in rows if name in row]
         if found:
             steps, values = np.array(found, dtype=np.float64).T
@@ -59,7 +59,7 @@ def figures(found: dict[str, Curves]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, curves in found.items():
         row: dict[str, Any] = {"steps": int(curves.series["loss"][0][-1])}
-        for kind in ("loss", "kl"):
+        for kind in ("loss", "kl", "accepted", "greedy"):
             if kind in curves.series:
                 row[kind] = float(curves.series[kind][1][-_LAST:].mean())
         row["tokens_per_second"] = float(np.median(curves.series["tokens_per_second"][1]))

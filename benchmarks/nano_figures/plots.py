@@ -62,17 +62,18 @@ def _line(axes: Any, curves: Curves, kind: str, name: str, width: int = _SMOOTH,
 
 
 def draw_curves(folder: Path, found: dict[str, Curves]) -> list[Path]:
-    """loss.svg: losses of training and validation; index.svg: divergence of the index branch and speed; load.svg."""
+    """What the logs show, as files of the given folder.
+
+    loss.svg: losses of training and validation; index.svg: divergence of the index branch, and speed; load.svg: shares
+    of the experts; draft.svg: the draft head's loss, and how many of its tokens would be kept.
+    """
     written = [folder / "loss.svg", folder / "index.svg"]
     models = {name: curves for name, curves in found.items() if name != "draft"}
-    with _canvas(written[0], 2 if "draft" in found else 1) as axes:
-        for at, names in zip(axes, (models, ["draft"]), strict=False):
-            for name in names:
-                _line(at, found[name], "loss", name, label=f"{name}, training")
-                if "validation" in found[name].series:
-                    at.plot(*found[name].series["validation"], "o", ms=3, color=_COLOURS[name], label="validation")
-            at.set(xlabel="step", ylabel="loss, nats per token")
-            at.legend()
+    with _canvas(written[0]) as (axes,):
+        for name, curves in models.items():
+            _losses(axes, curves, name)
+        axes.set(xlabel="step", ylabel="loss, nats per token")
+        axes.legend()
     with _canvas(written[1], 2) as axes:
         for name, curves in found.items():
             _line(axes[0], curves, "kl", name, label=name)
@@ -87,7 +88,23 @@ def draw_curves(folder: Path, found: dict[str, Curves]) -> list[Path]:
             for at, (layer, shares) in zip(axes, found["nano"].load.items(), strict=True):
                 _load(at, layer, shares)
             axes[0].set(ylabel="share of the tokens, mean over 15 steps")
+    if "draft" in found:
+        written.append(folder / "draft.svg")
+        with _canvas(written[-1], 2) as axes:
+            _losses(axes[0], found["draft"], "draft")
+            axes[0].set(xlabel="step", ylabel="loss")
+            _line(axes[1], found["draft"], "accepted", "draft", label="kept at temperature 1")
+            _line(axes[1], found["draft"], "greedy", "nano", label="kept greedily")
+            axes[1].set(xlabel="step", ylabel="tokens of a draft", ylim=(0, None))
+            for at in axes:
+                at.legend()
     return written
+
+
+def _losses(axes: Any, curves: Curves, name: str) -> None:
+    _line(axes, curves, "loss", name, label=f"{name}, training")
+    if "validation" in curves.series:
+        axes.plot(*curves.series["validation"], "o", ms=3, color=_COLOURS[name], label=f"{name}, validation")
 
 
 def _load(axes: Any, layer: str, shares: Any) -> None:

@@ -140,7 +140,12 @@ def curves(found: dict[str, Any]) -> str:
         load = "; ".join(f"{100 * low:.1f} to {100 * high:.1f}" for low, high in row["load"].values())
         rows.append((name, f"{row['steps']:,}", f"{row['loss']:.4f}", best, kl, load))
     head = ("Run", "Steps", "Loss", "Best validation", "Divergence", "Least and greatest load by layer, %")
-    return _table(head, rows)
+    text = _table(head, rows)
+    if "accepted" in found.get("draft", {}):
+        kept = "{accepted:.2f} at temperature 1 and {greedy:.2f} greedily".format(**found["draft"])
+        text += f"\nTokens of a draft that would be kept on the text as it is: {kept}.\n"
+        text += "\n![Loss of the draft head, and what is kept of its drafts](nano/draft.svg)\n"
+    return text
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

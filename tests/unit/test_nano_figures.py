@@ -370,6 +370,9 @@ def test_logs(tmp_path: Path) -> None:
     assert (found["nano"]["validation"], found["nano"]["validation_step"]) == (5.5, 4)
     assert found["nano"]["load"] == {"1": [0.25, 0.75]}
     assert "kl" not in found["nano"]
+    assert "draft.svg" not in tables.curves(found)
+    found["draft"] = {**found["nano"], "load": {}, "accepted": 2.345, "greedy": 2.5}
+    assert "2.35 at temperature 1 and 2.50 greedily" in tables.curves(found)
     assert curves.smooth(np.array([1.0, 2.0, 6.0, 7.0]), 2).tolist() == [1.0, 1.5, 4.0, 6.5]
 
 
@@ -380,7 +383,7 @@ def test_plots_are_small_and_the_same_every_time(tmp_path: Path) -> None:
 
     rng = np.random.default_rng(0)
     steps = np.arange(1, 851.0)
-    series = {kind: (steps, rng.random(850) + 1) for kind in ("loss", "kl", "tokens_per_second")}
+    series = {kind: (steps, rng.random(850) + 1) for kind in ("loss", "kl", "accepted", "tokens_per_second")}
     run = curves.Curves(
         series | {"validation": (steps[::50], rng.random(17))}, {str(n): rng.random((850, 16)) for n in range(3)}
     )
@@ -391,7 +394,7 @@ def test_plots_are_small_and_the_same_every_time(tmp_path: Path) -> None:
     for path in (tmp_path / "a").iterdir():
         assert 1000 < path.stat().st_size < 60_000, path.name
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    assert len(list((tmp_path / "a").iterdir())) == 4
+    assert {path.stem for path in (tmp_path / "a").iterdir()} == {"loss", "index", "load", "draft", "drafting"}
 
 
 def test_figures_as_text() -> None:
