@@ -80,6 +80,7 @@ class Rig:
         forms: see there.
         pages: how many.
         taps: layers of the further output `taps`; with some, `engine` takes a drafter.
+        drafted: tokens that steps verify, if they do.
         fused: whether the backend's fusions are used.
         order: of the physical pages in which runs get them; None is the last one first, as the engine does.
 
@@ -95,11 +96,12 @@ class Rig:
         *,
         pages: int,
         taps: Sequence[int] = (),
+        drafted: int = 0,
         fused: bool = True,
         order: Sequence[int] | None = None,
     ) -> None:
         self.bench, self.forms = bench, forms or Forms()
-        steps = (*STEPS, verifying(len(taps))) if taps else STEPS
+        steps = (*STEPS, verifying(drafted + 1)) if drafted else STEPS
         try:
             self.opened = opened_for(bench, folder, self.forms)
             self.graph = self._graph(taps)
