@@ -1,28 +1,35 @@
 # The index of this project's habits. `make` alone lists the targets.
 # Needs make, a POSIX shell and Python 3.11 to 3.13; everything else goes into $(VENV).
 # Variables: PYTHON (interpreter for the environment), VENV (its folder), VENV_ARGS (for `python -m venv`, for example
-# --system-site-packages to use a torch that is already installed), PYTEST_ARGS, PROMPT, MAX_TOKENS, BACKEND.
+# --system-site-packages to use a torch that is already installed), PYTEST_ARGS, PROMPT, MAX_TOKENS, BACKEND, NANO (folder
+# of the nano's run), DRAFT (folder of its draft head, where that is elsewhere).
 
 VENV ?= .venv
 PYTEST_ARGS ?=
-PROMPT ?= The Andromeda galaxy is
-MAX_TOKENS ?= 48
+PROMPT ?= def fibonacci(n):
+MAX_TOKENS ?= 96
 BACKEND ?=
 PY := $(VENV)/bin/python
 DEMO := .demo
+NANO := build/nano
+DRAFT ?=
 
 export PYTHON VENV_ARGS PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check lint types format bench wheel nightly clean distclean env env-dev
+.PHONY: help run test check lint types format bench wheel nightly nano-install golden clean distclean env env-dev
 
 help: ## list the targets
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: env ## install m31 and stream tokens from a small checkpoint with random weights
+run: env ## install m31 and stream text from a small checkpoint: the bundled nano, or until it is trained random weights
+ifeq ($(wildcard core/m31/data/nano/nano.json),)
 	@rm -rf $(DEMO)
 	$(VENV)/bin/m31 demo $(DEMO)
 	$(VENV)/bin/m31 run $(DEMO) "$$PROMPT" --max-tokens $(MAX_TOKENS) $(if $(BACKEND),--backend $(BACKEND))
+else
+	$(VENV)/bin/m31 run "$$PROMPT" --max-tokens $(MAX_TOKENS) --temperature 0.7 $(if $(BACKEND),--backend $(BACKEND))
+endif
 
 test: env-dev ## set up the tests and run them (the pull-request set)
 	$(PY) -m pytest -m "not nightly" $(PYTEST_ARGS)
@@ -49,12 +56,19 @@ wheel: env-dev ## build the wheel into dist/
 nightly: env-dev ## the whole test suite, slow tests included
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-clean: ## remove what the targets above produced, except the environment
-	rm -rf build dist $(DEMO) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+nano-install: env ## put the trained nano ($(NANO), $(DRAFT)) into the package
+	$(PY) tools/nano_install.py $(NANO) $(if $(DRAFT),--draft $(DRAFT))
+
+golden: env ## compute the nano's golden values again
+	$(PY) -m m31.conformance.golden write
+	$(PY) -m m31.conformance.golden write --arithmetic exact --kv float32 --index float32  # for backends that round nothing
+
+clean: ## remove what the targets above produced, except the environment and what was trained
+	rm -rf dist $(DEMO) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV)
+distclean: clean ## clean, and remove the environment and what was trained
+	rm -rf build $(VENV)
 
 env:
 	@sh tools/venv.sh $(VENV)

@@ -1,7 +1,7 @@
 """m31: hardware-abstracted runtime for MiniMax-M3.1-Flash.
 
     import m31
-    model = m31.load(path)
+    model = m31.load(path)  # without a path: the bundled nano
     for piece in model.generate("..."):
         print(piece, end="")
 

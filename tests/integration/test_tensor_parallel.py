@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import quantised, spread
+from tests.support import adapters, quantised, spread
 
-from m31.checkpoint import write
+from m31.checkpoint import Checkpoint, write
 from m31.errors import BackendError
 from m31.ops.collective import gathered, reduced
 from m31.parallel import CollectiveError, Shard, TorchGroup
@@ -115,6 +115,17 @@ def test_a_world_of_threads(folders: dict[str, Path], folder: str, world: int) -
     """Four ranks have two KV heads and two index heads between them: each is on two ranks (MODEL.md §2.4)."""
     want = spread.alone(folders[folder], "float64")
     for got in spread.Threads(world).run(folders[folder], "float64"):
+        assert distance(got, want) < EXACT["float64"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_adapter_is_spread_with_what_it_adapts(folders: dict[str, Path], tmp_path: Path, world: int) -> None:
+    """B is cut along the outputs and A along the inputs of its matrix: in every place that can have an adapter."""
+    made = adapters.pairs(Checkpoint.open(folders["quantised"]), adapters.EVERYWHERE)
+    folder = adapters.write(tmp_path / "a", made, list(adapters.EVERYWHERE))
+    want = spread.alone(folders["quantised"], "float64", adapter=folder)
+    assert distance(want, spread.alone(folders["quantised"], "float64")) > 0.1
+    for got in spread.Threads(world).run(folders["quantised"], "float64", adapter=folder):
         assert distance(got, want) < EXACT["float64"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.support import synthetic
 
 import m31
@@ -209,6 +210,23 @@ def test_the_routing_bias_moves_against_the_load(tmp_path: Path) -> None:
     assert bool(bias.any())
 
 
+def test_a_run_that_an_earlier_version_began_is_continued(whole: Path) -> None:
+    """What a state is found again by: the fingerprint, which other code computed, and the names of its tensors."""
+    state = json.loads((whole / STATE).read_text())
+    assert state["fingerprint"] == "37729f2cc0daf75746072eeffeb02567"
+    assert state["version"] == 1
+    names = set(load_file(whole / state["tensors"]))
+    bias = "model.layers.2.block_sparse_moe.e_score_correction_bias"
+    weights = {f"weight/{name}" for name in trainer(whole).parameters.units}
+    assert {n for n in names if n.startswith("weight/")} == weights
+    assert f"weight/{bias}" in names
+    moments = {n.replace("weight/", f"{kind}/") for kind in ("exp_avg", "exp_avg_sq") for n in weights}
+    assert names - weights == {n for n in moments if not n.endswith(bias)}
+    first = rows(whole)[0]
+    assert first["loss"] == pytest.approx(4.16463, abs=1e-3)
+    assert list(first) == ["step", "loss", "lr", "norm", "kl", "load", "tokens_per_second"]
+
+
 @pytest.mark.parametrize("change", [{"optimiser": {"learning_rate": 0.02}}, {"budget": {"steps": 11}}])
 def test_another_configuration_is_not_continued(tmp_path: Path, change: dict[str, Any]) -> None:
     stopped(tmp_path / "run", 1)
@@ -246,8 +264,9 @@ def test_divergence_is_named_and_the_state_stays(tmp_path: Path) -> None:
     stopped(tmp_path / "run", 2, losses={"index_weight": 1.0})
     before = (tmp_path / "run" / STATE).read_bytes()
     run = trainer(tmp_path / "run")
-    piece = run.model.loss
-    run.model.loss = lambda hidden, targets: piece(hidden, targets) * torch.nan  # type: ignore[method-assign]
+    task: Any = run.task
+    piece = task.model.loss
+    task.model.loss = lambda hidden, targets: piece(hidden, targets) * torch.nan
     with pytest.raises(TrainingDiverged, match="step 2"):
         run.run()
     assert (tmp_path / "run" / STATE).read_bytes() == before

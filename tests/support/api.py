@@ -85,7 +85,7 @@ def _describe(name: str, value: Any) -> Iterator[str]:
         yield f"  op {value.name}({inputs}) -> {outputs}; {', '.join(value.attrs)}"
     elif isinstance(value, dict):
         yield f"  {name} = {{{', '.join(map(str, value))}}}"
-        if name in ("ALL", "DRAFT", "FUSED"):
+        if name in ("ADAPTER", "ALL", "DRAFT", "FUSED"):
             for key in value:
                 yield from _describe(key, value[key])
     elif isinstance(value, str | int | float):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from m31.checkpoint import Checkpoint
+from m31.checkpoint import Adapter, Checkpoint
 from m31.engine.compiler import Compiler, PreparedWeights
 from m31.graph import (
     Cut,
@@ -25,6 +25,7 @@ from m31.graph import (
     Shard,
     StepBatch,
     StepClass,
+    adapt,
     kv_share,
     narrow,
     placement,
@@ -44,25 +45,39 @@ STEPS = ((19, 6), (2, 1), (1, 1), (1, 1))
 
 
 def run(
-    folder: Path, group: Group, dtype: str, *, pages: str | None = None, moved: Mapping[str, int] | None = None
+    folder: Path,
+    group: Group,
+    dtype: str,
+    *,
+    pages: str | None = None,
+    moved: Mapping[str, int] | None = None,
+    adapter: Path | None = None,
 ) -> torch.Tensor:
     """Logits [tokens,V] of all steps as the rank of `group` computes them.
 
     Args:
         pages: format of all pages; None is the compute dtype.
         moved: tensor name suffix -> ranks by which its part is moved, so that a rank reads what is another's.
+        adapter: folder of one, to be applied.
     """
     checkpoint = Checkpoint.open(folder)
+    added = None if adapter is None else Adapter.open(adapter, checkpoint.config)
     text, own = checkpoint.config.text, group.shard
     session = ReferenceBackend(None).open(device=None, dtype=dtype, rank=0, world=1)  # type: ignore[arg-type]
     whole = KVSpec.of(text, pages or dtype, pages or dtype)  # type: ignore[arg-type]
     rounding = Rounding.of(session.numerics, whole.kv_format, whole.index_format)
     full = trace(text, rounding, lambda name: stored_as(checkpoint.tensor(name)))
+    if added is not None:
+        full = adapt(full, {module: pair.rank for module, pair in added.modules.items()})
+
+    def tensor(name: str) -> Any:
+        return (None if added is None else added.tensor(name)) or checkpoint.tensor(name)
+
     parts = placement(full, text, own)
     for suffix, ranks in (moved or {}).items():
         parts |= {n: turned(p, own, ranks) for n, p in parts.items() if n.endswith(suffix)}
     serving = Serving("reference", session, group=group)
-    weights = PreparedWeights(serving, lambda name: narrow(checkpoint.tensor(name), parts[name]), own)
+    weights = PreparedWeights(serving, lambda name: narrow(tensor(name), parts[name]), own)
     compiler = Compiler(serving, shard(full, text, own), text, weights)
     for call in compiler.graph.calls:
         if call.op.weights is not None:
@@ -103,9 +118,9 @@ def turned(part: Part, own: Shard, ranks: int) -> Part:
     return replace(part, cut=Cut(part.cut.axis, start, start + length))
 
 
-def alone(folder: Path, dtype: str, pages: str | None = None) -> torch.Tensor:
+def alone(folder: Path, dtype: str, pages: str | None = None, adapter: Path | None = None) -> torch.Tensor:
     """The unspread model."""
-    return run(folder, LocalGroup(), dtype, pages=pages)
+    return run(folder, LocalGroup(), dtype, pages=pages, adapter=adapter)
 
 
 class Threads:
@@ -115,12 +130,14 @@ class Threads:
         self.world, self.given = world, [torch.empty(0)] * world
         self.barrier = threading.Barrier(world, timeout=60)
 
-    def run(self, folder: Path, dtype: str, pages: str | None = None) -> list[torch.Tensor]:
+    def run(
+        self, folder: Path, dtype: str, pages: str | None = None, adapter: Path | None = None
+    ) -> list[torch.Tensor]:
         """The logits of each rank."""
 
         def work(rank: int) -> torch.Tensor:
             try:
-                return run(folder, ThreadGroup(self, rank), dtype, pages=pages)
+                return run(folder, ThreadGroup(self, rank), dtype, pages=pages, adapter=adapter)
             except BaseException:
                 self.barrier.abort()  # the others need not wait
                 raise

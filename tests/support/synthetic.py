@@ -58,3 +58,15 @@ def mapping(**changes: dict[str, Any]) -> dict[str, Any]:
     for name, values in changes.items():
         whole[name] = {**whole[name], **values}
     return whole
+
+
+def as_toml(mapping: dict[str, Any], name: str) -> str:
+    """A section, and those within it; None cannot be said in TOML and is left out."""
+    plain = {key: value for key, value in mapping.items() if not isinstance(value, dict) and value is not None}
+    lines = [f"[{name}]"]
+    for key, value in plain.items():
+        lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}")
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            lines.append(as_toml(value, f"{name}.{key}"))
+    return "\n".join(lines)

@@ -45,7 +45,11 @@ def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
         (["run", "c", "p", "--top_p=0.5"], "unknown flag '--top_p'; did you mean '--top-p'?"),
         (["run", "c", "p", "--temp", "1"], "unknown flag '--temp'"),  # abbreviations are not accepted
         (["run", "c", "two", "words"], "unexpected argument 'words'; quote a prompt that has spaces"),
-        (["run", "c"], "the following arguments are required: PROMPT"),
+        (["run"], "the following arguments are required: PROMPT"),
+        (["run", "."], "'.' is a folder, and the argument PROMPT is missing behind it"),
+        (["run", "p", "--system", "s"], "--system goes through a chat template; the bundled nano continues text"),
+        (["run", "c", "--raw", "two", "words"], "unexpected argument 'two'; quote a prompt that has spaces"),
+        (["chat"], "the following arguments are required: CKPT"),
         (["run", "c", "p", "--seed", "x"], "argument --seed: expected a whole number, got 'x'"),
         (["run", "c", "p", "--seed", "1.5"], "argument --seed: expected a whole number, got '1.5'"),
         (["run", "c", "p", "--top-p", "nan"], "argument --top-p: expected a number, got 'nan'"),
@@ -131,6 +135,7 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
     words += " --repetition-penalty 1.1 --presence-penalty 0.2 --ignore-eos"
     words += " --backend reference --device cpu --dtype float64 --max-context 512 --draft 3"
     words += " --kv-dtype fp8 --index-dtype int8 --arithmetic w8a8-mxfp8 --v-scale-order token_quad"
+    words += " --adapter tuned --merge-adapter"
     assert main(["run", *words.split(), "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {
         "max_tokens": 5,
@@ -146,14 +151,34 @@ def test_flags_reach_the_library(fake: FakeModel) -> None:
     }
     options = {"backend": "reference", "device": "cpu", "dtype": "float64", "max_context": 512, "draft": 3}
     formats = {"kv_dtype": "fp8", "index_dtype": "int8", "arithmetic": "w8a8-mxfp8", "v_scale_order": "token_quad"}
-    assert fake.loads == [(Path("ckpt"), options | formats)]
+    adapter = {"adapter": "tuned", "adapter_mode": "merge"}
+    assert fake.loads == [(Path("ckpt"), options | formats | adapter)]
 
 
 def test_flags_not_given_keep_the_librarys_defaults(fake: FakeModel) -> None:
     assert main(["run", "ckpt", "hi"]) == 0
     assert fake.samplings[0].given == {}
     unset = ("backend", "device", "kv_dtype", "index_dtype", "v_scale_order", "arithmetic", "max_context", "draft")
-    assert fake.loads[0][1] == dict.fromkeys(("dtype", *unset))
+    assert fake.loads[0][1] == dict.fromkeys(("dtype", "adapter", "adapter_mode", *unset))
+
+
+@pytest.mark.parametrize("words", [["p"], ["--raw", "p"], ["p", "--raw"], ["-"]])
+def test_without_a_checkpoint_the_bundled_one_continues_the_prompt(
+    words: list[str], fake: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_stdin(monkeypatch, b"p\n")
+    assert main(["run", *words]) == 0
+    assert [path for path, _ in fake.loads] == [None]
+    assert fake.prompts == ["p"]
+    assert "m31: no checkpoint is named: this is the bundled nano" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["c", "p", "--raw"], ["c", "--raw", "p"], ["--raw", "c", "p"], ["c", "--raw", "-"]])
+def test_flags_may_stand_anywhere(words: list[str], fake: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_stdin(monkeypatch, b"p\n")
+    assert main(["run", *words]) == 0
+    assert [path for path, _ in fake.loads] == [Path("c")]
+    assert fake.prompts == ["p"]
 
 
 def test_raw_bypasses_the_template(fake: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,15 @@ def test_ops_of_a_backend_that_serves_all(name: str) -> None:
             assert not found.refused, op
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ops.ADAPTER)
+def test_ops_of_adapters(name: str, dtype: str) -> None:
+    done = check_op(reference(dtype), ops.ADAPTER[name])
+    assert len(done.ran) >= len(list(ops.ADAPTER[name].cases()))
+    assert not done.unjudged
+    assert not done.refused
+
+
 @pytest.mark.parametrize("arithmetic", ["w8a8-mxfp8", "w4a4-megamoe", "w4a16-block-fp8"])
 def test_ops_under_an_arithmetic_that_quantises(arithmetic: str) -> None:
     for name in ("linear", "experts"):

@@ -22,7 +22,7 @@ from m31_reference.attention import ATTENTION
 from m31_reference.cache import Store
 from m31_reference.codecs import Plain
 from m31_reference.draft import DRAFT
-from m31_reference.kernels import KERNELS
+from m31_reference.kernels import ADAPTER, KERNELS
 from m31_reference.weights import Weights
 
 
@@ -38,10 +38,10 @@ def kernel(spec: OpSpec, attrs: Attrs) -> Any:
     """The reference's kernel; collectives are the group's, which is the identity for a world of one."""
     if spec.name in COLLECTIVES:
         return collective_kernel(Collective(spec, attrs), LocalGroup())
-    return (KERNELS | ATTENTION | DRAFT)[spec.name](attrs)
+    return (KERNELS | ATTENTION | DRAFT | ADAPTER)[spec.name](attrs)
 
 
-SPECS = ops.ALL | ops.DRAFT
+SPECS = ops.ALL | ops.DRAFT | ops.ADAPTER
 CASES = [(spec, case) for spec in SPECS.values() for case in spec.cases()]
 
 
@@ -126,9 +126,10 @@ def test_reference_equals_naive(spec: OpSpec, case: Case, dtype: torch.dtype, ga
 
 
 def test_the_case_list_reaches_every_op() -> None:
-    assert {spec.name for spec, _ in CASES} == set(ops.ALL) | set(ops.DRAFT)
+    assert {spec.name for spec, _ in CASES} == set(ops.ALL) | set(ops.DRAFT) | set(ops.ADAPTER)
     assert set(ops.ALL) == set(KERNELS) | set(ATTENTION) | set(COLLECTIVES)
     assert set(ops.DRAFT) == set(DRAFT)
+    assert set(ops.ADAPTER) == set(ADAPTER)
 
 
 @pytest.mark.parametrize("name", ["choice", "choice-before-unwritten", "choice-in-company", "choice-at-128"])

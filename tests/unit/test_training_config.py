@@ -201,20 +201,9 @@ micro_tokens = 64
 """
 
 
-def as_toml(mapping: dict[str, Any], name: str) -> str:
-    plain = {key: value for key, value in mapping.items() if not isinstance(value, dict) and value is not None}
-    lines = [f"[{name}]"]
-    for key, value in plain.items():
-        lines.append(f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}")
-    for key, value in mapping.items():
-        if isinstance(value, dict):
-            lines.append(as_toml(value, f"{name}.{key}"))
-    return "\n".join(lines)
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, model = tmp_path / "a.toml", synthetic.mapping()["model"]
-    path.write_text(TOML + as_toml(model, "model"))
+    path.write_text(TOML + synthetic.as_toml(model, "model"))
     for _ in range(2):  # a finished run is recognised
         assert main(["train", str(path)]) == 0
         assert "trained 3 steps" in capsys.readouterr().err

@@ -10,7 +10,8 @@ from tests.support import trained
 
 from m31.training import attention
 from m31.training.fakequant import straight_through
-from m31.training.model import TrainedText, divergence, swiglu
+from m31.training.layers import swiglu
+from m31.training.model import TrainedText, divergence
 
 
 def loss_of(model: TrainedText, tokens: torch.Tensor, targets: torch.Tensor, *, kl: float = 0.0) -> torch.Tensor:

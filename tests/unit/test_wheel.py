@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
 import tomllib
 import zipfile
 from email import message_from_string
@@ -11,22 +12,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hatch_build import NanoHook
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from pathspec import GitIgnoreSpec
+from tests.support import nano
 
 import m31
+from m31.checkpoint import bundled
+from m31.errors import CheckpointError, NotACheckpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
-    builder = WheelBuilder(str(ROOT))
-    (artifact,) = builder.build(directory=str(folder), versions=["standard"])
+NANO = Path("core/m31", *bundled.PLACE)
+GOLDEN = {f"m31/conformance/golden/data/{path.name}" for path in ROOT.glob("core/m31/conformance/golden/data/*")}
+
+
+def copied(folder: Path) -> Path:
+    """The project, without the bundled checkpoint."""
+    for name in ("core", "backends"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "nano", "*.pyc"))
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "NOTICE", ".gitignore"):
+        shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def build(project: Path) -> zipfile.ZipFile:
+    (artifact,) = WheelBuilder(str(project)).build(directory=str(project / "dist"), versions=["standard"])
     return zipfile.ZipFile(artifact)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project with a checkpoint of random weights in the place of the trained one."""
+    folder = copied(tmp_path_factory.mktemp("project"))
+    shutil.copytree(nano.small_nano(tmp_path_factory.mktemp("nano")), folder / NANO)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(project: Path) -> zipfile.ZipFile:
+    return build(project)
 
 
 def metadata_file(wheel: zipfile.ZipFile, name: str) -> str:
@@ -34,11 +63,11 @@ def metadata_file(wheel: zipfile.ZipFile, name: str) -> str:
     return wheel.read(path).decode()
 
 
-def test_every_source_file_is_in_the_wheel_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_every_source_file_is_in_the_wheel_and_nothing_else(project: Path, wheel: zipfile.ZipFile) -> None:
     expected = {
-        path.relative_to((ROOT / package).parent).as_posix()
+        path.relative_to((project / package).parent).as_posix()
         for package in PACKAGES
-        for path in (ROOT / package).rglob("*")
+        for path in (project / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
     }
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -55,8 +84,33 @@ def test_data_files_are_there(wheel: zipfile.ZipFile) -> None:
             assert f"{name}/backend.toml" in names, "without its manifest a backend is not even listed"
 
 
-def test_no_tests_and_no_weights(wheel: zipfile.ZipFile) -> None:
-    assert not [name for name in wheel.namelist() if "test" in name.split("/")[0] or name.endswith(".safetensors")]
+def test_no_tests_and_no_weights_but_the_nanos(project: Path, wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert not [name for name in names if "test" in name.split("/")[0]]
+    weights = {name for name in names if name.endswith(".safetensors")} - GOLDEN
+    assert weights == {f"m31/data/nano/{path.name}" for path in (project / NANO).glob("*.safetensors")} != set()
+    assert {"m31/data/nano/LICENSE", "m31/data/nano/nano.json"} <= set(names)
+
+
+def test_without_its_checkpoint_nothing_is_built(tmp_path: Path) -> None:
+    project = copied(tmp_path)
+    with pytest.raises(NotACheckpoint, match="make nano-install"):
+        build(project)
+    with pytest.raises(NotACheckpoint, match="make nano-install"):
+        list(SdistBuilder(str(project)).build(directory=str(project / "dist"), versions=["standard"]))
+    assert not [path for path in project.rglob("*") if path.name.endswith((".whl", ".tar.gz"))]
+    hook = NanoHook(str(project), {}, None, None, "", "wheel")
+    hook.initialize("editable", {})  # what `make` installs from a source tree; it may lack the checkpoint
+    with pytest.raises(NotACheckpoint):
+        hook.initialize("standard", {})
+
+
+def test_with_a_damaged_one_neither(project: Path, tmp_path: Path) -> None:
+    whole = Path(shutil.copytree(project, tmp_path / "project", ignore=shutil.ignore_patterns("dist")))
+    with (whole / NANO / "tokenizer.json").open("ab") as handle:
+        handle.write(b" ")
+    with pytest.raises(CheckpointError, match=r"is not what nano\.json says"):
+        build(whole)
 
 
 def test_licence_and_notice(wheel: zipfile.ZipFile) -> None:

@@ -17,7 +17,7 @@ from m31.formats.arithmetic import ArithmeticSpec
 from m31.graph import Arithmetic, OpInstance, Refusal, RunKernel
 from m31.ops import StateType
 from m31_reference.attention import ATTENTION
-from m31_reference.kernels import activate
+from m31_reference.kernels import activate, low_rank
 
 if TYPE_CHECKING:
     from m31_reference.weights import Weights
@@ -50,7 +50,7 @@ def emulated(
             _linear,
             Arithmetic(f"{spec.linear_activation}*{compute}", compute, "bfloat16"),
         )
-    if name == "experts" and (spec.expert_input is not None or spec.expert_middle is not None):
+    if name in ("experts", "lora_experts") and (spec.expert_input is not None or spec.expert_middle is not None):
         decl = op.weights
         assert decl is not None
         inner, width = decl.slots["w1.0"].shape
@@ -107,22 +107,30 @@ def _plain_linear(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) ->
 
 def _experts(op: OpInstance, spec: ArithmeticSpec) -> RunKernel:
     """FC1 on the quantised input (a BF16 one was rounded by the node before), its result in BF16, the activation in the
-    compute dtype, FC2 on the quantised activation, its result in BF16, the weighted sum in the compute dtype."""
+    compute dtype, FC2 on the quantised activation, its result in BF16, the weighted sum in the compute dtype.
+
+    An adapter takes what was not quantised, as BF16 products like those of a plain projection, and is added after."""
     attrs = op.attrs
     params = (attrs["alpha"], attrs["beta"], attrs["limit"])
     factor = attrs["routed_scaling_factor"]
 
+    def added(y: Tensor, w: Weights, slot: str, x: Tensor) -> Tensor:
+        low = low_rank(w, slot, x, _bf16)
+        return y if low is None else y + low
+
     def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
         h_TC, ids_TK, weights_TK = ins
+        plain_TC = h_TC
         if spec.expert_input in _DYNAMIC:
             h_TC = _through(_DYNAMIC[spec.expert_input], h_TC)
         out = outs[0].zero_()
         for expert in ids_TK.unique().tolist():
             token, slot = (ids_TK == expert).nonzero(as_tuple=True)
             x = h_TC[token]
-            gate = _bf16(x @ w.tensors[f"w1.{expert}"].t())
-            up = _bf16(x @ w.tensors[f"w3.{expert}"].t())
-            middle = activate(gate, up, *params)
+            given = plain_TC[token]
+            gate = added(_bf16(x @ w.tensors[f"w1.{expert}"].t()), w, f"w1.{expert}", given)
+            up = added(_bf16(x @ w.tensors[f"w3.{expert}"].t()), w, f"w3.{expert}", given)
+            middle = given = activate(gate, up, *params)
             if spec.expert_middle == "nvfp4-static":
                 scale = w.input_scale[f"w2.{expert}"]
                 middle = nvfp4.quantise_static(middle.float(), scale, nonfinite="propagate").to(middle.dtype)
@@ -130,7 +138,7 @@ def _experts(op: OpInstance, spec: ArithmeticSpec) -> RunKernel:
                 middle = _bf16(middle)
             elif spec.expert_middle is not None:
                 middle = _through(mxfp8.quantise, middle)
-            y = _bf16(middle @ w.tensors[f"w2.{expert}"].t())
+            y = added(_bf16(middle @ w.tensors[f"w2.{expert}"].t()), w, f"w2.{expert}", given)
             out.index_add_(0, token, y * (weights_TK[token, slot] * factor)[:, None])
 
     return run

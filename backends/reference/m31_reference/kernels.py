@@ -173,6 +173,46 @@ def _experts(attrs: Attrs) -> RunKernel:
     return run
 
 
+def low_rank(w: Weights, slot: str, x: Tensor, rounded: Callable[[Tensor], Tensor] | None = None) -> Tensor | None:
+    """B (A x) of the adapter of a slot, the input and both results through `rounded`; None where it has none."""
+    a = w.tensors.get(f"lora_A.{slot}")
+    if a is None:
+        return None
+    b = w.tensors[f"lora_B.{slot}"]
+    if rounded is None:
+        return x @ a.t() @ b.t()
+    return rounded(rounded(rounded(x) @ a.t()) @ b.t())
+
+
+def _lora_experts(attrs: Attrs) -> RunKernel:
+    params = (attrs["alpha"], attrs["beta"], attrs["limit"])
+    factor = attrs["routed_scaling_factor"]
+
+    def product(w: Weights, slot: str, x: Tensor) -> Tensor:
+        y = x @ w.tensors[slot].t()
+        low = low_rank(w, slot, x)
+        return y if low is None else y + low
+
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
+        h_TC, ids_TK, weights_TK = ins
+        out = outs[0].zero_()
+        for expert in ids_TK.unique().tolist():
+            token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+            x = h_TC[token]
+            middle = activate(product(w, f"w1.{expert}", x), product(w, f"w3.{expert}", x), *params)
+            y = product(w, f"w2.{expert}", middle)
+            out.index_add_(0, token, y * (weights_TK[token, slot] * factor)[:, None])
+
+    return run
+
+
+def _lora_logits(attrs: Attrs) -> RunKernel:
+    def run(outs: Outs, ins: Ins, w: Weights, workspace: Tensor | None) -> None:
+        torch.add(ins[0], ins[1] @ w.tensors["weight"].t(), out=outs[0])
+
+    return run
+
+
 def _add(attrs: Attrs) -> RunKernel:
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
         torch.add(ins[0], ins[1], out=outs[0])
@@ -205,3 +245,5 @@ KERNELS: dict[str, Maker] = {
     "add": _add,
     "gather_rows": _gather_rows,
 }
+
+ADAPTER: dict[str, Maker] = {"lora_experts": _lora_experts, "lora_logits": _lora_logits}

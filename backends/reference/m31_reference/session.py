@@ -19,12 +19,13 @@ from m31_reference.attention import ATTENTION
 from m31_reference.cache import PagedLayout
 from m31_reference.draft import DRAFT
 from m31_reference.emulation import emulated
-from m31_reference.kernels import KERNELS
+from m31_reference.kernels import ADAPTER, KERNELS
 from m31_reference.weights import Decoded, DecodedCache, Weights, require_finite, transformed
 
 if TYPE_CHECKING:
     from m31.config import Model
 
+_EXPERTS = ("experts", "lora_experts")
 _PLAIN = ("bfloat16", "float32", "float16")  # `TensorDecl.stored` of a weight that is not quantised
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _WEIGHT_SHARE = 0.25  # of the memory that is free when the session opens, for decoded weights
@@ -78,8 +79,8 @@ class ReferenceSession(Session):
             run = ATTENTION[name](op.attrs, None)
         elif name in KERNELS:
             run = KERNELS[name](op.attrs)
-        elif name in DRAFT:
-            run = DRAFT[name](op.attrs)
+        elif name in DRAFT or name in ADAPTER:
+            run = (DRAFT | ADAPTER)[name](op.attrs)
         else:
             return Refusal("the reference does not implement it")
         output = "bfloat16" if name.startswith("round_") else self.compute
@@ -93,9 +94,10 @@ class ReferenceSession(Session):
         everything is checked now, except quantised experts, which are checked whenever they are decoded: reading
         all of them would take longer than most runs, and one that no token reaches cannot do harm (decision 011).
         """
-        experts = op.spec.name == "experts"
+        experts = op.spec.name in _EXPERTS
         if self.numerics.linear_activation == "mxfp8" and op.spec.name == "linear" and _stored(op) in _PLAIN:
-            self._plain_projections += 1
+            # An adapter's two products are plain by definition; the note is about what the checkpoint left plain.
+            self._plain_projections += not any(".lora_" in tensor.name for tensor in slots.values())
         transform = self._transform(op)
         changed = transformed(slots, transform)
         if transform is not None:
@@ -148,7 +150,7 @@ class ReferenceSession(Session):
 
     def _transform(self, op: OpInstance) -> str | None:
         """The lossy transform that the arithmetic applies to this op's weights."""
-        by_op = {"linear": self.numerics.linear_weights, "experts": self.numerics.expert_weights}
+        by_op = {"linear": self.numerics.linear_weights, **dict.fromkeys(_EXPERTS, self.numerics.expert_weights)}
         return by_op.get(op.spec.name)
 
     def _decode(self, tensor: LazyTensor) -> torch.Tensor:
@@ -205,7 +207,7 @@ class ReferenceSession(Session):
 
     def _converted(self, op: OpInstance, tensor: LazyTensor) -> bool:
         """Whether `prepare` holds a copy, converted or not, where the host could map the file."""
-        if tensor.format != "plain" or (op.spec.name == "experts" and tensor.dtype != self.dtypes["model"]):
+        if tensor.format != "plain" or (op.spec.name in _EXPERTS and tensor.dtype != self.dtypes["model"]):
             return False
         return tensor.dtype != self.dtypes["model"] or self.device.type != "cpu" or not _mapped(tensor)
 

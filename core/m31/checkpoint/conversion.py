@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from m31.checkpoint.adapter import Adapter
 from m31.checkpoint.draft import FOLDER
-from m31.checkpoint.encoding import Unit, check_input_scales, default_input_scales, encode, units
+from m31.checkpoint.encoding import Piece, Source, Unit, check_input_scales, default_input_scales, encode, units
 from m31.checkpoint.folder import INDEX_NAME, is_partial, listed
 from m31.checkpoint.inventory import ITEMSIZE, expected, numel
 from m31.checkpoint.layout import ShardLayout, plan_shards
+from m31.checkpoint.merging import NOTHING, MergeLoss, Summed, changes, merge
 from m31.checkpoint.reader import Checkpoint
 from m31.checkpoint.target import TargetFormat, target_config
 from m31.checkpoint.workfolder import STATE, WorkFolder, copy_file, fingerprint, locked, write_file
@@ -54,6 +56,7 @@ def convert(
     input_scales: Mapping[str, float],
     joint_gate_up: bool = False,
     input_scales_from: str = "input_scales",
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Checkpoint:
@@ -72,9 +75,10 @@ def convert(
         joint_gate_up: for `m31`: one global scale for gate and up (w1 and w3) of an expert, as some kernels need. By
             default each matrix has its own, which quantises the smaller one finer.
         input_scales_from: where `input_scales` come from, for messages, such as the name of a file.
+        adapter: folder of a low-rank adapter to merge: its matrices are W + B A, rounded once by the target's rule.
         progress: called after every piece.
-        note: called, before the work begins, with each sentence that a person should read: oddities of the source
-            (`Checkpoint.notes`), and what the destination will lack.
+        note: called with each sentence that a person should read: before the work begins oddities of the source
+            (`Checkpoint.notes`) and what the destination will lack; after it what merging an adapter cost.
 
     Returns:
         The destination, opened and thereby validated.
@@ -83,8 +87,8 @@ def convert(
         DestinationBusy: another process writes this destination.
         NonFiniteWeight: a weight is NaN or infinite; named with its index.
         OpRefused: neither is calibration given nor do the activation's limits allow a default.
-        CheckpointError, ConfigError: the source is not valid, the destination is not empty, lies inside the source or
-            has too little space, or an unfinished conversion there is of another job.
+        CheckpointError, ConfigError: the source or the adapter is not valid, the destination is not empty, lies inside
+            the source or has too little space, or an unfinished conversion there is of another job.
     """
     folder, goal = Path(source), _real(Path(destination))
     checkpoint = Checkpoint.open(folder)
@@ -99,11 +103,13 @@ def convert(
     defaults = default_input_scales(model.text, fresh, calibrated)
     if joint_gate_up:
         _check_joint(checkpoint, plan)
+    merging = None if adapter is None else Adapter.open(adapter, checkpoint.config)
     official = model.architecture == VISION_LANGUAGE
     shards = plan_shards(plan.values(), max_shard_bytes=max_shard_bytes, official=official)
     extras = _extras(checkpoint)
     if note is not None:
-        for text in (*_remarks(checkpoint, extras), *_uncalibrated(plan, defaults)):
+        told = () if merging is None else (f"merging adapter {merging}", *merging.notes)
+        for text in (*_remarks(checkpoint, extras), *_uncalibrated(plan, defaults), *told):
             note(text)
     job = fingerprint(
         {
@@ -114,6 +120,7 @@ def convert(
             "max_shard_bytes": max_shard_bytes,
             "joint_gate_up": joint_gate_up,
         }
+        | ({} if merging is None else {"adapter": merging.digest})
     )
     try:
         goal.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +130,9 @@ def convert(
             work = WorkFolder(goal, job, reusable={shard.file for shard in shards})
             try:
                 _check_space(work, shards, extras)
-                _fill(work, checkpoint, shards, calibrated | defaults, joint_gate_up, progress)
+                loss = _fill(work, checkpoint, shards, calibrated | defaults, joint_gate_up, merging, progress)
+                if note is not None and loss.matrices:
+                    note(str(loss))
                 _companions(work, extras, shards, mapping)
                 # What could not be read back must not be published. Companions may have changed since they were listed.
                 _ = Checkpoint.open(work.path).draft
@@ -251,18 +260,22 @@ def _fill(
     shards: tuple[ShardLayout, ...],
     input_scales: Mapping[str, float],
     joint: bool,
+    adapter: Adapter | None,
     progress: Progress | None,
-) -> None:
+) -> MergeLoss:
+    """Write what is missing; what merging cost in the shards that were written now."""
+    loss = NOTHING
     meter = _Meter(checkpoint, sum(shard.size for shard in shards), progress)
     for shard in shards:
         if shard.file in work.done:
             meter.reuse(shard.size, shard.file)
             continue
         with work.draft(shard.file).open("wb") as handle:
-            _write_shard(handle.fileno(), shard, checkpoint, input_scales, joint, meter)
+            loss += _write_shard(handle.fileno(), shard, checkpoint, input_scales, joint, adapter, meter)
             os.fsync(handle.fileno())
         work.finish(shard.file)
     checkpoint.release()
+    return loss
 
 
 def _write_shard(
@@ -271,21 +284,38 @@ def _write_shard(
     checkpoint: Checkpoint,
     input_scales: Mapping[str, float],
     joint: bool,
+    adapter: Adapter | None,
     meter: _Meter,
-) -> None:
+) -> MergeLoss:
     import torch
 
+    loss = NOTHING
     _pwrite(handle, shard.header, 0)
     meter.add(len(shard.header), shard.file)
     for unit in shard.units:
         rows = {name: numel(decl.shape[1:]) * ITEMSIZE[decl.dtypes[0]] for _, name, decl in unit.parts}
-        source = checkpoint.tensor(unit.name)
+        source, scale = checkpoint.tensor(unit.name), input_scales.get(unit.name)
         other = _gate_up_partner(unit.name) if joint else None
-        partner = None if other is None else checkpoint.tensor(other)
-        for piece in encode(unit, source, input_scales.get(unit.name), partner=partner):
+        partner = None if other is None else _source(checkpoint, adapter, other)
+        pair = None if adapter is None else adapter.modules.get(unit.name.removesuffix(".weight"))
+        if pair is not None and changes(pair):
+            merged = merge(unit, source, pair, input_scale=scale, partner=partner)
+            loss += merged.loss
+            pieces: Iterator[Piece] = (Piece(name, 0, value) for name, value in merged.stored.items())
+        else:
+            pieces = encode(unit, source, scale, partner=partner)
+        for piece in pieces:
             raw = piece.value.contiguous().reshape(-1).view(torch.uint8)
             _pwrite(handle, raw.numpy().data, shard.offsets[piece.name] + piece.row * rows[piece.name])
             meter.add(raw.numel(), unit.name)
+    return loss
+
+
+def _source(checkpoint: Checkpoint, adapter: Adapter | None, name: str) -> Source:
+    """A weight as it will be quantised, with its adapter if it has one."""
+    pair = None if adapter is None else adapter.modules.get(name.removesuffix(".weight"))
+    source = checkpoint.tensor(name)
+    return source if pair is None else Summed.of(source, pair)
 
 
 def _gate_up_partner(name: str) -> str | None:

@@ -24,6 +24,11 @@ def expected_draft(config: Draft) -> dict[str, TensorDecl]:
     return dict(_declare(config))
 
 
+def official(name: str) -> str:
+    """The stored name that published files give a canonical one."""
+    return _SPELLINGS[0] + name.removeprefix(PREFIX)
+
+
 def _declare(config: Draft) -> Iterator[tuple[str, TensorDecl]]:
     hidden, head, inner = config.hidden_size, config.head_dim, config.intermediate_size
     fmt: WeightFormat = "plain" if config.quantization is None else config.quantization.linears

@@ -11,11 +11,11 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from m31.checkpoint.inventory import TensorDecl, expected, numel
 from m31.checkpoint.lazy import LazyTensor, stored_dtype, torch_dtype
-from m31.checkpoint.logical import GlobalScale, LogicalTensor, QuantizedTensor
+from m31.checkpoint.logical import GlobalScale, QuantizedTensor
 from m31.config.model import Model, Text, WeightFormat
 from m31.errors import CheckpointError, DuplicateTensor, NonFiniteWeight, UnexpectedTensor, WrongDtype, WrongShape
 from m31.formats.scales import E8M0_LARGE, check_scale
@@ -51,6 +51,28 @@ class Piece:
     name: str
     row: int
     value: torch.Tensor
+
+
+class Source(Protocol):
+    """What encoding needs of a weight: `LazyTensor`, `QuantizedTensor` and `Held` have it."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape."""
+
+    @property
+    def path(self) -> object:
+        """Where it comes from, for messages."""
+
+    def slice(self, dim: int, start: int, stop: int) -> Source:
+        """The part `start:stop` along `dim`."""
+
+    def load(self) -> torch.Tensor:
+        """The values."""
 
 
 def units(declared: Mapping[str, TensorDecl]) -> Iterator[Unit]:
@@ -98,10 +120,10 @@ def default_input_scales(text: Text, written: Iterable[Unit], known: Container[s
 
 def encode(
     unit: Unit,
-    source: LogicalTensor | Held,
+    source: Source,
     input_scale: float | None,
     *,
-    partner: LogicalTensor | Held | None = None,
+    partner: Source | None = None,
 ) -> Iterator[Piece]:
     """The stored tensors of one weight, as consecutive pieces of rows.
 
@@ -159,7 +181,7 @@ def chunk_rows(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, shape[0])
 
 
-def _loaded(source: LogicalTensor | Held, start: int, stop: int) -> torch.Tensor:
+def _loaded(source: Source, start: int, stop: int) -> torch.Tensor:
     if isinstance(source, QuantizedTensor):
         _check_scales(source, start, stop)  # here too: a slice does not know where in the tensor it begins
     value = source.slice(0, start, stop).load()
@@ -167,7 +189,7 @@ def _loaded(source: LogicalTensor | Held, start: int, stop: int) -> torch.Tensor
     return value
 
 
-def _require_finite(source: LogicalTensor | Held, value: torch.Tensor, result: torch.Tensor, start: int) -> None:
+def _require_finite(source: Source, value: torch.Tensor, result: torch.Tensor, start: int) -> None:
     """Refuse rows (from `start` on) whose `result` is not finite; `value` is what they were before rounding."""
     finite = result.float().isfinite()
     if bool(finite.all()):
@@ -183,7 +205,7 @@ def _require_finite(source: LogicalTensor | Held, value: torch.Tensor, result: t
     )
 
 
-def _plain(unit: Unit, source: LogicalTensor | Held) -> Iterator[Piece]:
+def _plain(unit: Unit, source: Source) -> Iterator[Piece]:
     dtype = torch_dtype(unit.parts[0][2].dtypes[0])
     for start, stop in chunk_rows(unit.shape):
         value = _loaded(source, start, stop)
@@ -193,7 +215,7 @@ def _plain(unit: Unit, source: LogicalTensor | Held) -> Iterator[Piece]:
         yield Piece(unit.name, start, rounded)
 
 
-def _mxfp8(unit: Unit, source: LogicalTensor | Held) -> Iterator[Piece]:
+def _mxfp8(unit: Unit, source: Source) -> Iterator[Piece]:
     from m31.formats import mxfp8
 
     (_, codes, _), (_, scale, _) = unit.parts
@@ -203,9 +225,7 @@ def _mxfp8(unit: Unit, source: LogicalTensor | Held) -> Iterator[Piece]:
         yield Piece(scale, start, encoded.scale)
 
 
-def _nvfp4(
-    unit: Unit, source: LogicalTensor | Held, input_scale: float, partner: LogicalTensor | Held | None
-) -> Iterator[Piece]:
+def _nvfp4(unit: Unit, source: Source, input_scale: float, partner: Source | None) -> Iterator[Piece]:
     """Two passes: the global scale needs the largest weight of the whole matrix."""
     import torch
 

@@ -9,16 +9,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from m31.checkpoint.draft import FOLDER as DRAFT_FOLDER
+from m31.checkpoint.draft import official
 from m31.checkpoint.folder import INDEX_NAME
 from m31.checkpoint.header import encode_header
 from m31.checkpoint.inventory import TensorDecl, expected
 from m31.checkpoint.lazy import stored_dtype
 from m31.checkpoint.naming import add_official
 from m31.checkpoint.reader import Checkpoint
-from m31.checkpoint.workfolder import sync_folder, write_file
+from m31.checkpoint.workfolder import copy_file, sync_folder, write_file
 from m31.config import Model, parse
 from m31.config.loading import VISION_LANGUAGE
 from m31.errors import CheckpointError, DuplicateTensor, UnexpectedTensor, UnsupportedFeature, WrongDtype, WrongShape
@@ -57,14 +60,67 @@ def write(
     _check_extra(extra_files)
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}", expected="a positive number of bytes")
+    with _staged(destination) as staging:
+        _fill(staging, config, model, tensors, max_shard_bytes, extra_files)
+        Checkpoint.open(staging)  # what we could not read back must not be left behind
+    return Checkpoint.open(destination)
+
+
+def write_draft(
+    folder: str | Path,
+    target: Checkpoint,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Checkpoint:
+    """Write a target's files and a draft head for it (MODEL.md §4.3); the folder appears complete or not at all.
+
+    Args:
+        folder: destination; must be absent or empty.
+        target: whose files are copied, except a draft head and what begins with a dot.
+        config: contents of `dspark/config.json`.
+        tensors: (canonical name, tensor) pairs of the head, in any order.
+
+    Returns:
+        The folder, opened again and thereby validated, the head too.
+
+    Raises:
+        ConfigError: the config is not valid, or the head does not fit the target.
+        CheckpointError: the destination is not empty, a tensor does not fit the config, or nothing can be written.
+    """
+    destination = Path(folder)
+    check_destination(destination)
+    with _staged(destination) as staging:
+        for path in sorted(target.folder.rglob("*")):
+            name = path.relative_to(target.folder)
+            if name.parts[0] == DRAFT_FOLDER or name.parts[0].startswith("."):
+                continue
+            if path.is_dir():
+                (staging / name).mkdir()
+            else:
+                copy_file(path, staging / name)
+        head = staging / DRAFT_FOLDER
+        head.mkdir()
+        shard = [(official(name), tensor) for name, tensor in tensors]
+        total, file = _write_shard(head / "shard.tmp", shard), "model-00001-of-00001.safetensors"
+        os.rename(head / "shard.tmp", head / file)
+        _write_index(head, total, {name: file for name, _ in shard})
+        write_file(head / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        sync_folder(head)
+        sync_folder(staging)
+        _ = Checkpoint.open(staging).draft
+    return Checkpoint.open(destination)
+
+
+@contextmanager
+def _staged(destination: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes the destination if nothing goes wrong, and otherwise vanishes."""
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.writing-", dir=destination.parent))
     except OSError as exc:
         raise CheckpointError(f"cannot be created ({exc})", where=str(destination)) from exc
     try:
-        _fill(staging, config, model, tensors, max_shard_bytes, extra_files)
-        Checkpoint.open(staging)  # what we could not read back must not be left behind
+        yield staging
         staging.chmod(0o755)
         os.rename(staging, destination)  # replaces an empty folder, fails on any other
         sync_folder(destination.parent)
@@ -75,7 +131,6 @@ def write(
     finally:
         if staging.exists():
             shutil.rmtree(staging)
-    return Checkpoint.open(destination)
 
 
 def check_destination(destination: Path) -> None:
@@ -122,12 +177,16 @@ def _fill(
         final = f"model-{number + 1:05d}-of-{len(contents):05d}.safetensors"
         os.rename(staging / _draft(number), staging / final)
         weight_map.update(dict.fromkeys(names, final))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_file(staging / INDEX_NAME, json.dumps(index, indent=1).encode())
+    _write_index(staging, total, weight_map)
     write_file(staging / "config.json", (json.dumps(config, indent=2) + "\n").encode())
     for name, data in extra_files.items():
         write_file(staging / name, data)
     sync_folder(staging)
+
+
+def _write_index(folder: Path, total: int, weight_map: Mapping[str, str]) -> None:
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_file(folder / INDEX_NAME, json.dumps(index, indent=1).encode())
 
 
 def _draft(number: int) -> str:

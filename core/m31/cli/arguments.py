@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -80,8 +81,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_formats(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The checkpoint, and how a backend is opened for it."""
-    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder")
+    """How a backend is opened for a checkpoint."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--backend", metavar="NAME", help="backend to use (default: M31_BACKEND, else the best usable one)"
@@ -99,6 +99,12 @@ def _add_formats(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     group.add_argument(
         "--arithmetic", metavar="NAME", help="what is quantised while computing (default: the backend's own)"
+    )
+    group.add_argument("--adapter", metavar="DIR", help="folder of a low-rank adapter in PEFT's layout")
+    group.add_argument(
+        "--merge-adapter",
+        action="store_true",
+        help="merge the adapter into the weights, in their format (default: compute it beside them, without loss)",
     )
     return group
 
@@ -129,7 +135,20 @@ def _add_json_lines(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_checkpoint(parser: argparse.ArgumentParser, *, bundled: bool) -> None:
+    if bundled:
+        parser.add_argument(
+            "checkpoint",
+            metavar="CKPT",
+            nargs="?",
+            help="checkpoint folder (default: the nano, which m31 brings along)",
+        )
+    else:
+        parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder")
+
+
 def _run(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser, bundled=True)
     _add_model(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", help="the prompt; - reads standard input, less one final line break"
@@ -143,6 +162,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser, bundled=False)  # the nano continues text; it has never seen a conversation
     _add_model(parser)
     _add_sampling(parser)
     _add_json_lines(parser.add_argument_group("output"))
@@ -153,12 +173,13 @@ def _backends(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder")
+    _add_checkpoint(parser, bundled=True)
     parser.add_argument("--json", action="store_true", help="write one JSON document")
     parser.add_argument("--deep", action="store_true", help="read every weight: NaN, infinity, broken scales")
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser, bundled=True)
     _add_formats(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON document")
 
@@ -182,6 +203,7 @@ def _convert(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="m31: one global scale for gate and up of an expert, as some kernels need (default: one each)",
     )
+    parser.add_argument("--adapter", metavar="DIR", help="folder of a low-rank adapter to merge into the weights")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +216,13 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="TOML file; the run that its folder holds is continued where it stopped"
     )
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--draft", action="store_true", help="train a draft head for the checkpoint that CONFIG names, not a model"
+    )
+    kinds.add_argument(
+        "--lora", action="store_true", help="train a low-rank adapter of the checkpoint that CONFIG names, not a model"
+    )
 
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
@@ -204,7 +233,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "convert": ("write a checkpoint in another format", _convert),
     "explain": ("show which kernel runs which op, and why", _explain),
     "demo": ("write a small checkpoint with random weights", _demo),
-    "train": ("train a small model for the arithmetic that it will be served with", _train),
+    "train": ("train a small model, or a draft head, for the arithmetic that it will be served with", _train),
 }
 
 
@@ -234,6 +263,11 @@ def build() -> tuple[Parser, dict[str, Parser]]:
     return top, parsers
 
 
+def _is_prompt(word: str) -> bool:
+    """Whether argparse would take a word for an argument and not for a flag."""
+    return not word.startswith("-") or word == "-" or " " in word
+
+
 def _first_flag(words: Sequence[str]) -> str:
     return next((word for word in words if word.startswith("-")), words[0])
 
@@ -254,6 +288,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         hint = f"did you mean '{near}'?" if near else f"commands are {', '.join(parsers)}"
         top.error(f"unknown command '{words[0]}'; {hint}")
     args, extra = top.parse_known_args(words)
+    if args.command == "run" and args.checkpoint is None and len(extra) == 1 and _is_prompt(extra[0]):
+        # argparse gives the first word to PROMPT when a flag stands between the two: `run CKPT --raw PROMPT`.
+        args.checkpoint, args.prompt, extra = args.prompt, extra[0], []
     if extra:
         parser = parsers[args.command]
         word = _first_flag(extra)
@@ -270,9 +307,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check(args: argparse.Namespace, parser: Parser) -> None:
     """Refuse combinations in which one flag would be ignored in silence."""
+    if getattr(args, "merge_adapter", False) and args.adapter is None:
+        parser.error("--merge-adapter says how --adapter is used; add --adapter or drop it")
     if args.command not in ("run", "chat"):
         return
+    if args.command == "run" and args.system is not None and args.checkpoint is None:
+        parser.error("--system goes through a chat template; the bundled nano continues text: name a checkpoint")
     if args.command == "run" and args.raw and args.system is not None:
         parser.error("--system goes through the chat template, which --raw turns off; drop one of them")
+    if args.command == "run" and args.checkpoint is None and os.path.isdir(args.prompt):
+        parser.error(f"'{args.prompt}' is a folder, and the argument PROMPT is missing behind it")
     if args.logprobs is not None and not args.json:
         parser.error("--logprobs has an effect only with --json; add --json or drop --logprobs")

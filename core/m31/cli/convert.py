@@ -89,6 +89,11 @@ def command(args: argparse.Namespace, out: Output) -> int:
     from m31.checkpoint import convert
 
     shown = Bar(out)
+
+    def note(text: str) -> None:
+        shown.clear()
+        out.note(text)
+
     try:
         written = convert(
             Path(args.source),
@@ -98,8 +103,9 @@ def command(args: argparse.Namespace, out: Output) -> int:
             input_scales=input_scales(args.input_scales),
             joint_gate_up=args.joint_gate_up,
             input_scales_from=args.input_scales or "--input-scales",
+            adapter=args.adapter,
             progress=shown,
-            note=out.note,  # before the first step, so that the bar is not there yet
+            note=note,
         )
     finally:
         shown.clear()

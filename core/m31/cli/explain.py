@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m31.cli.output import Output
-from m31.cli.session import formats
+from m31.cli.session import checkpoint_folder, formats
 
 if TYPE_CHECKING:
     from m31.engine.explain import Row
@@ -25,7 +25,14 @@ def command(args: argparse.Namespace, out: Output) -> int:
     from m31.engine.explain import explain
     from m31.engine.opening import open_model
 
-    opened = open_model(Path(args.checkpoint), options={}, draft=None, **formats(args))
+    opened = open_model(
+        checkpoint_folder(args),
+        options={},
+        draft=None,
+        adapter=None if args.adapter is None else Path(args.adapter),
+        merge_adapter=args.merge_adapter,
+        **formats(args),
+    )
     rows = explain(opened.compiler, opened.checkpoint.config.text, STEPS)
     fusions: dict[str, str] = {step.kind: str(opened.compiler.fused(step)[1]) for step in STEPS}
     layout = opened.serving.kv_layout(opened.spec, list(opened.compiler.assigned(STEPS)))

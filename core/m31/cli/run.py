@@ -1,4 +1,4 @@
-"""`m31 run CKPT PROMPT`: one prompt, one streamed answer."""
+"""`m31 run [CKPT] PROMPT`: one prompt, one streamed answer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from m31.cli.session import Model, announce, checked_text, conclude, open_model,
 from m31.errors import RequestError, TemplateError
 
 INTERRUPTED = 130
+NANO = "no checkpoint is named: this is the bundled nano, a small model that continues Python code"
 MAX_PROMPT_BYTES = 64 * 2**20  # far beyond 1,048,576 tokens; keeps an endless stream from filling the memory
 
 
@@ -77,7 +78,9 @@ def command(args: argparse.Namespace, out: Output) -> int:
     sampling = sampling_from(args)
     prompt = read_prompt(args.prompt)
     model = open_model(args)
-    text, kind = render(model, prompt, raw=args.raw, system=args.system)
+    if args.checkpoint is None:
+        out.note(NANO)
+    text, kind = render(model, prompt, raw=args.raw or args.checkpoint is None, system=args.system)
     announce(model, out, kind)
     generation = model.generate(text, sampling)
     interrupted = stream(generation, out)

@@ -121,14 +121,28 @@ def sampling_from(args: argparse.Namespace) -> Any:
 
 
 def open_model(args: argparse.Namespace) -> Model:
-    """Load the checkpoint that the flags name, on the backend that they name or that selection chooses.
+    """Load the checkpoint that the flags name, or the bundled one, on the backend that they name or that selection
+    chooses.
 
     Raises: M31Error of whatever stands in the way.
     """
     import m31
 
-    model: Model = m31.load(Path(args.checkpoint), max_context=args.max_context, draft=args.draft, **formats(args))
+    path = None if args.checkpoint is None else Path(args.checkpoint)
+    mode = "merge" if args.merge_adapter else None
+    wanted = {"max_context": args.max_context, "draft": args.draft, "adapter": args.adapter, "adapter_mode": mode}
+    model: Model = m31.load(path, **wanted, **formats(args))
     return model
+
+
+def checkpoint_folder(args: argparse.Namespace) -> Path:
+    """The folder that the flags name, or that of the bundled checkpoint.
+
+    Raises: NotACheckpoint when this source tree has none.
+    """
+    from m31.checkpoint import bundled
+
+    return bundled.folder() if args.checkpoint is None else Path(args.checkpoint)
 
 
 def formats(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from m31.cli.output import Output
+from m31.cli.session import checkpoint_folder
 
 
 def command(args: argparse.Namespace, out: Output) -> int:
@@ -22,7 +22,7 @@ def inspect(args: argparse.Namespace, out: Output) -> int:
     """
     from m31.checkpoint import inspection
 
-    found = inspection.inspect(Path(args.checkpoint), deep=args.deep)
+    found = inspection.inspect(checkpoint_folder(args), deep=args.deep)
     if args.json:
         out.json(found.to_dict(), indent=2)
     else:

@@ -1,4 +1,4 @@
-"""`m31 train CONFIG.toml`: train, or continue, with a progress bar on a terminal."""
+"""`m31 train [--draft | --lora] CONFIG.toml`: train, or continue, with a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -57,14 +57,18 @@ class Bar:
 def command(args: argparse.Namespace, out: Output) -> int:
     """Run the command; the exit code.
 
-    Raises: ConfigError for the configuration, TrainingError for the run's folder or a loss that is not finite.
+    Raises: ConfigError for the configuration, TrainingError for the run's folder or a loss that is not finite,
+    CheckpointError for the target of a draft head or an adapter.
     """
-    from m31.training import config as training_config
+    from m31.training import config as text_config
+    from m31.training import lora
     from m31.training.data import provided
+    from m31.training.draft import config as draft_config
     from m31.training.trainer import Trainer
 
     path = Path(args.config)
-    config = training_config.load(path)
+    kind = draft_config if args.draft else lora if args.lora else text_config
+    config: text_config.RunConfig = kind.load(path)
     folder = path.parent / config.run.folder
     data = provided(config.data.provider, config.data.options, where=f"{path}: [data]")
     shown = Bar(out)

@@ -12,7 +12,9 @@ the rounding of the accumulation, u_out that of the result, and unit(K) = c sqrt
     block_scores      that of the largest product of the block
     router            a score: unit(K) |h|.|w| / 4 + 4 u, the slope of a sigmoid being at most 1/4; ids may differ where
                       two scores are closer than that, and not equal
+    lora_logits       a sum, and the logits that it is added to
     experts           gate and up as sums, passed on with the activation's slopes (<= 1.1 and |g|), then w2 as a sum
+    lora_experts      the same; of each product with an adapter, A and B as sums one after the other
     attention         logits as sums; a softmax passes an error d on as 2 d of each weight; values as a sum
 
 What lies between two products is an operand of the second and may be rounded as one.
@@ -133,13 +135,44 @@ def _experts(g: Given) -> tuple[F64, ...]:
                 g.unit(len(h[t])) * (np.abs(m) @ np.abs(h[t])) + g.rounding * np.abs(x)
                 for m, x in ((w1, gate), (w3, up))
             )
+            if any(slot.startswith("lora_") for slot in w):
+                low_gate, more_gate = _low_rank(g, w, f"w1.{e}", h[t], given=True)
+                low_up, more_up = _low_rank(g, w, f"w3.{e}", h[t], given=True)
+                gate, up, off_gate, off_up = gate + low_gate, up + low_up, off_gate + more_gate, off_up + more_up
             bounded, clipped = np.minimum(gate, limit), np.clip(up, -limit, limit)
             act = activation(gate, up, g.attrs)
             off = (np.abs(clipped) + abs(g.attrs["beta"])) * _SLOPE * off_gate + np.abs(bounded) * off_up
             off += (8 * g.u * (1 + np.abs(alpha * bounded)) + g.rounding) * np.abs(act)
             product = np.abs(w2) @ (off + g.inner(len(act)) * np.abs(act))
-            allowed[t] += abs(factor * p) * (product + (4 * g.u + g.rounding) * np.abs(w2 @ act))
+            down = w2 @ act
+            if f"lora_A.w2.{e}" in w:
+                low, more = _low_rank(g, w, f"w2.{e}", act, given=False)
+                product += more + np.abs(w[f"lora_B.w2.{e}"]) @ (np.abs(w[f"lora_A.w2.{e}"]) @ off)
+                down = down + low
+            allowed[t] += abs(factor * p) * (product + (4 * g.u + g.rounding) * np.abs(down))
     return (allowed,)
+
+
+def _low_rank(g: Given, w: Mapping[str, Any], slot: str, x: F64, *, given: bool) -> tuple[Any, Any]:
+    """B (A x) of a slot and how far it and its sum with the base's product may be off, x taken as exact; zeros without.
+
+    Args:
+        given: x is an input of the op, else the kernel computed it itself.
+    """
+    if f"lora_A.{slot}" not in w:
+        return 0.0, 0.0
+    a, b = w[f"lora_A.{slot}"], w[f"lora_B.{slot}"]
+    low = a @ x
+    off = (g.unit if given else g.inner)(len(x)) * (np.abs(a) @ np.abs(x)) + g.rounding * np.abs(low)
+    value = b @ low
+    base = np.abs(w[slot] @ x)
+    return value, np.abs(b) @ (off + g.inner(len(low)) * np.abs(low)) + g.rounding * np.abs(value) + g.u * base
+
+
+def _lora_logits(g: Given) -> tuple[F64, ...]:
+    logits, a, w = g.args
+    magnitude = np.abs(a) @ np.abs(w["weight"]).T
+    return (g.out * np.abs(g.expected[0]) + g.u * np.abs(logits) + g.unit(a.shape[1]) * magnitude,)
 
 
 def _block_scores(g: Given) -> tuple[F64, ...]:
@@ -194,8 +227,11 @@ BOUNDS: Mapping[str, Callable[[Given], tuple[F64, ...]]] = {
     "rope_table": _rope_table,
     "swiglu_oai": _swiglu,
     "experts": _experts,
+    "lora_experts": _experts,
+    "lora_logits": _lora_logits,
     "block_scores": _block_scores,
     "sparse_attention": _attention,
     "dense_attention": _attention,
 }
-"""By op: all with the criterion `bound` but the router, whose ids decide what its weights are."""
+"""By op: all of the text model and of adapters with the criterion `bound` but the router, whose ids decide what its
+weights are."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from m31.checkpoint import bundled
 from m31.engine.compiler import bucket
 from m31.engine.drafting import DraftHead
 from m31.engine.engine import Engine
 from m31.engine.model import Cap, Model
 from m31.engine.opening import Opened, OpenedDraft, fallback_note, open_model
+from m31.engine.seals import PLAIN
 from m31.errors import ContractViolation, MemoryBudgetExceeded, RequestError
 from m31.graph import ModelGraph, StepClass
 from m31.sdk.backend import Backend, KVCache, KVLayout, KVSpec, Session
@@ -27,7 +29,7 @@ _POOL_TOKENS = 65_536  # the default pool, where one sequence at the cap does no
 
 
 def load(
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     backend: str | Backend | None = None,
     device: str | None = None,
@@ -39,11 +41,14 @@ def load(
     max_context: int | None = None,
     weight_cache_bytes: int | None = None,
     draft: int | None = None,
+    adapter: str | Path | None = None,
+    adapter_mode: str | None = None,
 ) -> Model:
     """Load a checkpoint folder.
 
     Args:
-        path: the folder; everything in it is validated before anything is computed.
+        path: the folder; everything in it is validated before anything is computed. None is the bundled nano, a small
+            model that continues Python code (`m31.checkpoint.bundled`).
         backend: a backend's name, or a `m31.sdk.Backend` that the caller made; None chooses (see `m31 backends`).
         device: passed to the backend; None is its own choice.
         dtype: compute dtype; None is the first that the backend lists. The reference has `float32` and `float64`.
@@ -62,7 +67,7 @@ def load(
 
     Raises:
         BackendError: no such backend, or it cannot be used here.
-        ConfigError, CheckpointError, TokenizerError, TemplateError: the folder is not right.
+        ConfigError, CheckpointError, TokenizerError, TemplateError: the folder, or the adapter's, is not right.
         MemoryBudgetExceeded: `max_context` does not fit the memory.
     """
     _check_arguments(
@@ -73,11 +78,14 @@ def load(
             "index_dtype": index_dtype,
             "v_scale_order": v_scale_order,
             "arithmetic": arithmetic,
+            "adapter_mode": adapter_mode,
         },
         {"max_context": (max_context, 1), "weight_cache_bytes": (weight_cache_bytes, 0), "draft": (draft, 1)},
     )
+    merge = _merges(adapter, adapter_mode)
+    folder = bundled.folder() if path is None else Path(path)
     opened = open_model(
-        Path(path),
+        folder,
         backend=backend,
         device=device,
         dtype=dtype,
@@ -86,10 +94,12 @@ def load(
         v_scale_order=v_scale_order,
         arithmetic=arithmetic,
         draft=draft,
+        adapter=None if adapter is None else Path(adapter),
+        merge_adapter=merge,
         options={} if weight_cache_bytes is None else {"weight_cache_bytes": weight_cache_bytes},
     )
     checkpoint, compiler, spec = opened.checkpoint, opened.compiler, opened.spec
-    config, folder, session = checkpoint.config, Path(path), opened.serving.session
+    config, session = checkpoint.config, opened.serving.session
     text, name = config.text, opened.manifest.name
     tokenizer = None
     if (folder / "tokenizer.json").exists():
@@ -103,9 +113,8 @@ def load(
         layouts.append(opened.serving.kv_layout(opened.draft.spec, own))
         assigned += own
     cap = _cap(opened, max_context)
-    cap, caches = _allocate(
-        session, spec, layouts, cap, compiler.weights.bytes_needed(assigned), name, exact=max_context is not None
-    )
+    held = compiler.weights.bytes_needed(assigned) + (0 if opened.adapter is None else opened.adapter.nbytes)
+    cap, caches = _allocate(session, spec, layouts, cap, held, name, exact=max_context is not None)
     for step in steps:  # a fault of the weights shows now, not in the middle of a text
         compiler.bind(step)
     if opened.draft is not None:
@@ -128,6 +137,7 @@ def load(
             "index": spec.index_format,
             "compute": str(session.dtypes["model"]).removeprefix("torch."),
             "arithmetic": session.numerics.name,
+            **({} if opened.adapter is None else {"adapter": opened.adapter.how}),
         },
         engine=engine,
         cap=cap,
@@ -135,9 +145,11 @@ def load(
         template=template,
         notes=(
             *checkpoint.notes,
+            *(() if opened.adapter is None else opened.adapter.notes(drafts=draft is not None)),
             *fallback_note(name, assigned),
             *_session_notes(opened.serving),
         ),
+        context=PLAIN if opened.adapter is None else opened.adapter.context,
     )
 
 
@@ -166,6 +178,17 @@ def _check_arguments(names: dict[str, object], numbers: dict[str, tuple[object, 
     for argument, (number, least) in numbers.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < least):
             raise RequestError(f"{argument} is {number!r}", expected=f"a whole number from {least} on, or None")
+
+
+def _merges(adapter: object, mode: str | None) -> bool:
+    """Whether the adapter is merged."""
+    if adapter is not None and not isinstance(adapter, str | Path):
+        raise RequestError(f"adapter is {adapter!r}", expected="a folder, or None")
+    if mode not in (None, "apply", "merge"):
+        raise RequestError(f"adapter_mode is '{mode}'", expected="'apply' or 'merge'")
+    if mode is not None and adapter is None:
+        raise RequestError(f"adapter_mode is '{mode}' without an adapter", fix="give adapter, or leave it out")
+    return mode == "merge"
 
 
 def _verifying(draft: int) -> StepClass:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from m31.config import Text
 from m31.errors import ContractViolation
@@ -26,6 +28,9 @@ from m31.parallel import WHOLE, Shard
 from m31.sdk.backend import LazyTensor
 from m31.sdk.serving import Serving
 
+Look = Callable[[OpInstance, Sequence[Any], Sequence[Any], "WeightHandle | None"], None]
+"""Sees an op after its kernel has run: the op, what it wrote, what it read (states too), its weights. The tensors are
+the plan's buffers: keep copies."""
 _KEPT_PLANS = 8
 MIN_PAGES = 16  # smallest page-table width of a plan
 
@@ -112,6 +117,15 @@ class Compiler:
     ) -> None:
         self.serving, self.graph, self.weights, self._text, self._batch = serving, graph, weights, text, batch
         self._plans: OrderedDict[StepClass, tuple[Plan, StepBatch, Mapping[str, int]]] = OrderedDict()
+        self._look: Look | None = None
+
+    def watch(self, look: Look | None) -> None:
+        """Have `look` called after every kernel from now on, or, with None, no longer; plans are made anew.
+
+        It sees what a backend's plan runs kernel by kernel, as the default plan does, and nothing of a captured plan.
+        """
+        self._look = look
+        self._plans.clear()
 
     def assigned(self, steps: Iterable[StepClass]) -> Iterator[tuple[OpInstance, Assigned]]:
         """Every op instance of these step classes with who serves it; nothing is prepared."""
@@ -144,6 +158,8 @@ class Compiler:
         """The plan of a step class, its buffers, and how many calls of which op it hands to another backend."""
         if step not in self._plans:
             bound, session = self.bind(step), self.serving.session
+            if self._look is not None:
+                bound = _watched(bound, self._look)
             self._plans[step] = (
                 session.compile(bound, step),
                 self._batch.allocate(step, session.device),
@@ -153,6 +169,22 @@ class Compiler:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(step)
         return self._plans[step]
+
+
+def _watched(bound: BoundGraph, look: Look) -> BoundGraph:
+    """The same graph with kernels that are looked at."""
+
+    def watched(op: OpInstance, found: Assigned) -> Assigned:
+        run = found.kernel.run
+
+        def looked_at(outs: Sequence[Any], ins: Sequence[Any], weights: Any, workspace: Any) -> None:
+            run(outs, ins, weights, workspace)
+            look(op, outs, ins, weights)
+
+        return replace(found, kernel=replace(found.kernel, run=looked_at))
+
+    assigned = {call.op.name: watched(call.op, bound.assigned[call.op.name]) for call in bound.graph.calls}
+    return replace(bound, assigned=assigned)
 
 
 def whole(serving: Serving, tensor: Callable[[str], LazyTensor]) -> PreparedWeights:

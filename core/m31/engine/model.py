@@ -11,6 +11,7 @@ import torch
 
 from m31.engine.engine import Engine
 from m31.engine.sampling import Sampled, SamplingParams
+from m31.engine.seals import PLAIN, Context
 from m31.engine.sequence import Sequence as EngineSequence
 from m31.engine.stops import StopStrings
 from m31.errors import ContextLimitExceeded, RequestError, TemplateError, TokenizerError
@@ -196,6 +197,7 @@ class Model:
         tokenizer, template: None when the checkpoint has none; using them then says so.
         cap: the most tokens of one sequence.
         notes: what loading noticed and went on with.
+        context: what its pages depend on besides tokens: the adapter that the keys and values are computed with.
     """
 
     def __init__(
@@ -209,9 +211,10 @@ class Model:
         tokenizer: Tokenizer | None,
         template: ChatTemplate | None,
         notes: tuple[str, ...],
+        context: Context = PLAIN,
     ) -> None:
         self.config, self.decision, self.formats, self.cap, self.notes = config, decision, dict(formats), cap, notes
-        self.engine, self.tokenizer, self.template = engine, tokenizer, template
+        self.engine, self.tokenizer, self.template, self.context = engine, tokenizer, template, context
 
     @property
     def fallback_calls(self) -> dict[str, int]:
@@ -263,6 +266,7 @@ class Model:
             seed=sampling.seed,
             request=request,
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            context=self.context,
         )
         return Generation(self.engine, sequence, self.tokenizer, sampling.stop)
 
@@ -271,7 +275,9 @@ class Model:
         prompt = self.encode(ids, special=False)
         if len(prompt) > self.cap.tokens:
             raise ContextLimitExceeded(self.cap.who, self.cap.tokens, len(prompt))
-        sequence = EngineSequence(prompt=prompt, params=None, seed=0, request=0, stop_ids=frozenset())
+        sequence = EngineSequence(
+            prompt=prompt, params=None, seed=0, request=0, stop_ids=frozenset(), context=self.context
+        )
         self.engine.add(sequence)
         try:
             while not sequence.done:

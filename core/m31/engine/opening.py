@@ -15,15 +15,18 @@ import torch
 
 from m31 import sdk
 from m31.checkpoint import Checkpoint, DraftCheckpoint
+from m31.checkpoint.adapter import Adapter
 from m31.checkpoint.draft import FOLDER, PREFIX
+from m31.checkpoint.merging import MergedCheckpoint
 from m31.config import Draft
 from m31.engine.compiler import Compiler, whole
 from m31.engine.drafting import DraftCompilers
+from m31.engine.seals import Context
 from m31.errors import BackendRefused, ContractViolation, ManifestError, RequestError
 from m31.formats.arithmetic import NAMED, ArithmeticSpec, parse
 from m31.formats.layout import ScaleOrder
-from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, trace, trace_draft
-from m31.ops import ALL, DRAFT
+from m31.graph import NO_ROUNDING, Assigned, ModelGraph, OpInstance, Rounding, adapt, trace, trace_draft
+from m31.ops import ADAPTER, ALL, DRAFT
 from m31.ops.fused import FUSED
 from m31.sdk.backend import Backend, KVFormat, KVSpec, LazyTensor, Limits, Session, stored_as
 from m31.sdk.manifest import Manifest
@@ -133,7 +136,7 @@ def _spare(manifest: Manifest) -> Decision:
 
 def _known_ops(manifest: Manifest) -> None:
     """Refuse names in `ops` and `fallback` that no op has: a typo would show as an op that nobody serves."""
-    known = [*ALL, *DRAFT, *FUSED]
+    known = [*ALL, *DRAFT, *ADAPTER, *FUSED]
     named = (*(() if manifest.ops == "all" else manifest.ops), *manifest.fallback)
     unknown = next((name for name in named if name not in known), None)
     if unknown is not None:
@@ -197,6 +200,47 @@ class Opened:
     spec: KVSpec
     compiler: Compiler
     draft: OpenedDraft | None
+    adapter: OpenedAdapter | None
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedAdapter:
+    """A low-rank adapter of the checkpoint.
+
+    Attributes:
+        adapter: the folder.
+        merged: the weights that it changes, or None where it is applied to what they compute.
+    """
+
+    adapter: Adapter
+    merged: MergedCheckpoint | None
+
+    @property
+    def how(self) -> str:
+        """`applied` or `merged`."""
+        return "applied" if self.merged is None else "merged"
+
+    @property
+    def context(self) -> Context:
+        """What pages that are computed with it are known by."""
+        return Context(adapter=f"{self.how}:{self.adapter.digest}", salt=None, media=())
+
+    @property
+    def nbytes(self) -> int:
+        """What merged weights take in memory beside what backends make of them."""
+        return 0 if self.merged is None else self.merged.nbytes
+
+    def notes(self, *, drafts: bool) -> Iterator[str]:
+        """What a user should know. Merged weights are encoded now, if they were not."""
+        yield f"adapter {self.adapter}, {self.how}"
+        yield from self.adapter.notes
+        if self.merged is not None:
+            yield str(self.merged.loss())
+        if drafts:
+            yield (
+                "the draft head was made for the model without the adapter: texts are those of the adapted model, and "
+                "fewer of the head's tokens may be kept"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +263,8 @@ def open_model(
     v_scale_order: str | None,
     arithmetic: str | None,
     draft: int | None,
+    adapter: Path | None,
+    merge_adapter: bool,
     options: Mapping[str, int],
 ) -> Opened:
     """Validate a folder, open a backend for it, and trace the model for the two. Arguments and errors: `m31.load`."""
@@ -239,15 +285,24 @@ def open_model(
     index_format = _listed("index key format", index_dtype, _first(usual, limits.index_formats), manifest.name)
     spec = KVSpec.of(text, kv_format, index_format, _order(v_scale_order, kv_format))
     head = None if draft is None else _draft_head(checkpoint, draft, limits, manifest.name)
+    added = None if adapter is None else _adapter(checkpoint, adapter, merge=merge_adapter)
 
     def tensor(name: str) -> LazyTensor:
-        return head.tensor(name) if head is not None and name.startswith(PREFIX) else checkpoint.tensor(name)
+        if head is not None and name.startswith(PREFIX):
+            return head.tensor(name)
+        if added is not None:
+            found = added.adapter.tensor(name) if added.merged is None else added.merged.tensors.get(name)
+            if found is not None:
+                return found
+        return checkpoint.tensor(name)
 
     def stored(name: str) -> str:
         return stored_as(tensor(name))
 
     taps = () if head is None else head.config.target_layer_ids
     graph = trace(text, rounding_of(session, spec), stored, (kv_format, index_format), taps)
+    if added is not None and added.merged is None:
+        graph = adapt(graph, {module: pair.rank for module, pair in added.adapter.modules.items()})
     _check_stored(graph, manifest)
     weights = whole(serving, tensor)
     compiler = Compiler(serving, graph, text, weights)
@@ -260,7 +315,7 @@ def open_model(
         for part in (graphs.context, graphs.block, graphs.markov):
             _check_stored(part, manifest)
         opened = OpenedDraft(head.config, own, DraftCompilers(graphs, serving, weights, draft))
-    return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler, opened)
+    return Opened(checkpoint, decision, manifest, serving, limits, spec, compiler, opened, added)
 
 
 def _draft_head(checkpoint: Checkpoint, tokens: int, limits: Limits, who: str) -> DraftCheckpoint:
@@ -284,6 +339,11 @@ def _draft_head(checkpoint: Checkpoint, tokens: int, limits: Limits, who: str) -
     if tokens > head.config.block_size:
         raise RequestError(f"draft is {tokens}", expected=f"at most {head.config.block_size}, the block of this head")
     return head
+
+
+def _adapter(checkpoint: Checkpoint, folder: Path, *, merge: bool) -> OpenedAdapter:
+    found = Adapter.open(folder, checkpoint.config)
+    return OpenedAdapter(found, MergedCheckpoint(checkpoint, found) if merge else None)
 
 
 def _check_stored(graph: ModelGraph, manifest: Manifest) -> None:

@@ -1,5 +1,6 @@
 """The model as one readable graph, its steps, and its plans (DESIGN.md §5, §6)."""
 
+from m31.graph.adapt import adapt
 from m31.graph.draft import DraftBatch, DraftGraphs, trace_draft
 from m31.graph.fuse import Fusion, FusionReport, fuse
 from m31.graph.placement import Cut, KVShare, Part, kv_share, narrow, placement
@@ -23,7 +24,7 @@ from m31.graph.plan import (
 from m31.graph.rounding import NO_ROUNDING, Rounding
 from m31.graph.shard import shard
 from m31.graph.step import StepBatch, StepClass, StepSize
-from m31.graph.trace import STEP_INPUTS, Call, ModelGraph, OpInstance, infer, trace
+from m31.graph.trace import STEP_INPUTS, Adaptation, Call, ModelGraph, OpInstance, infer, trace
 from m31.graph.unfuse import PartHandles, Unfused, compose, prepare_parts, unfused
 from m31.parallel import (
     COLLECTIVES,
@@ -40,6 +41,7 @@ __all__ = [
     "COLLECTIVES",
     "NO_ROUNDING",
     "STEP_INPUTS",
+    "Adaptation",
     "Arithmetic",
     "Assigned",
     "Binder",
@@ -75,6 +77,7 @@ __all__ = [
     "TorchGroup",
     "Unfused",
     "WeightHandle",
+    "adapt",
     "assign",
     "bind",
     "collective_kernel",

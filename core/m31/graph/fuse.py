@@ -23,10 +23,12 @@ class Fusion:
 
     Attributes:
         name: of the fused op.
-        expected: in how many places the model has its body; always equal to `matched`.
+        expected: in how many places the graph has its body; always equal to `matched`.
         matched: in how many places it was found: `fused` and `declined` ones.
         fused: how many were replaced.
         declined: the places that were left as they are, because `accepts` said no.
+        adapted: the places of the model that are no body any more, because an adapter stands in them; they are left as
+            they are and are not among `expected`.
     """
 
     name: str
@@ -34,6 +36,11 @@ class Fusion:
     matched: int
     fused: int
     declined: tuple[str, ...]
+    adapted: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        more = f", {len(self.adapted)} more with an adapter" if self.adapted else ""
+        return f"{self.name} {self.fused} of {self.expected}{more}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class FusionReport:
         return next(fusion for fusion in self.fusions if fusion.name == name)
 
     def __str__(self) -> str:
-        return ", ".join(f"{f.name} {f.fused} of {f.expected}" for f in self.fusions) or "none"
+        return ", ".join(map(str, self.fusions)) or "none"
 
 
 def fuse(
@@ -76,7 +83,8 @@ def fuse(
         spec = FUSED[name]
         model = infer(work)
         matches, misses = find(spec, model)
-        expected = spec.expected(text)
+        adapted = _adapted(spec, graph)
+        expected = spec.expected(text) - len(adapted)
         if len(matches) != expected:
             raise _mismatch(spec, len(matches), expected, misses)
         # All instances are made before the first replacement, while every node still has its type.
@@ -87,9 +95,17 @@ def fuse(
                 _replace(work, spec, match, op.name)
             else:
                 declined.append(match.place)
-        done.append(Fusion(name, expected, len(matches), len(matches) - len(declined), tuple(declined)))
+        done.append(Fusion(name, expected, len(matches), len(matches) - len(declined), tuple(declined), adapted))
     work.lint()
     return infer(work), FusionReport(tuple(done))
+
+
+def _adapted(spec: FusedOp, graph: ModelGraph) -> tuple[str, ...]:
+    """Places of a body in the graph without its adapter that contain a product which has one."""
+    if graph.adaptation is None:
+        return ()
+    matches, _ = find(spec, graph.adaptation.base)
+    return tuple(m.place for m in matches if any(node.name in graph.adaptation.nodes for node in m.nodes))
 
 
 def _mismatch(spec: FusedOp, matched: int, expected: int, misses: Sequence[Miss]) -> GraphError:

@@ -74,7 +74,11 @@ def shard(graph: ModelGraph, text: Text, shard: Shard) -> ModelGraph:
     """
     if shard.world == 1:
         return graph
-    return infer(_Pass(graph, text, shard, placement(graph, text, shard)).run())
+    spread = infer(_Pass(graph, text, shard, placement(graph, text, shard)).run())
+    if graph.adaptation is None:
+        return spread
+    base = _Pass(graph.adaptation.base, text, shard, placement(graph.adaptation.base, text, shard)).run()
+    return replace(spread, adaptation=replace(graph.adaptation, base=infer(base)))
 
 
 class _Pass:
@@ -132,8 +136,11 @@ class _Pass:
             spreads = {self.spread[a] for a in args}
             both = spreads.pop() if len(spreads) == 1 else WHOLE
             return _Rule((both, both), both)
-        if spec.name in ("linear", "lm_head", "experts"):
+        if spec.name in ("linear", "lm_head", "experts", "lora_experts"):
             return self._product(node, spec)
+        if spec.name == "lora_logits":  # B is cut where the head is
+            product = self._product(node, spec)
+            return _Rule((product.output, WHOLE), product.output)
         if spec.name not in _RULES:
             raise GraphError(
                 f"no rule for op {spec.name}",
@@ -145,8 +152,10 @@ class _Pass:
     def _product(self, node: fx.Node, spec: OpSpec) -> _Rule:
         """A product with weights that are cut along their outputs, their inputs or not at all."""
         decl: WeightDecl = node.args[-1].meta["type"]  # type: ignore[union-attr]
-        if spec.name == "experts":  # w2 takes what w1 and w3 made: ff begins and ends inside
-            axes = {self._axis(tensor) for tensor in decl.slots.values()}
+        if spec.name in ("experts", "lora_experts"):  # w2 takes what w1 and w3 made: ff begins and ends inside
+            # Of an adapter, B of w1 and w3 and A of w2 are cut like their matrices, and the rest is on every rank.
+            base = [tensor for slot, tensor in decl.slots.items() if not slot.startswith("lora_")]
+            axes = {self._axis(tensor) for tensor in base}
             if axes not in ({"ff"}, {None}):
                 raise GraphError(
                     f"experts '{decl.name}' are cut along {sorted(map(str, axes))}",

@@ -73,11 +73,24 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
+class Adaptation:
+    """What an adapter changed of a graph (`m31.graph.adapt`).
+
+    Attributes:
+        base: the graph without it; what was not changed has the same names there.
+        nodes: names of the products in `base` that have an adapter.
+    """
+
+    base: ModelGraph
+    nodes: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
 class ModelGraph:
     """The traced model. `output` names the logits, `fx` is the graph that passes work on.
 
     `extras` are further outputs by what they are, such as `taps`: a plan keeps their values until its next run, and
-    gives them by `ExtraOutputs.extra`.
+    gives them by `ExtraOutputs.extra`. `adaptation` is there before the fuse pass, if an adapter is.
     """
 
     fx: fx.Graph
@@ -85,6 +98,7 @@ class ModelGraph:
     types: dict[str, ValueType]  # every value
     output: str
     extras: Mapping[str, str] = field(default_factory=dict)
+    adaptation: Adaptation | None = None
 
     @property
     def weights(self) -> dict[str, WeightDecl]:

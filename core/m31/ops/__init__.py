@@ -6,6 +6,7 @@ from m31.ops.cache import index_write, kv_write
 from m31.ops.collective import all_gather, all_reduce
 from m31.ops.draft import concat, confidence, draft_attention, markov_bias, markov_embedding
 from m31.ops.linear import linear, lm_head
+from m31.ops.lora import lora_experts, lora_logits
 from m31.ops.moe import experts, router, swiglu_oai
 from m31.ops.norm import gemma_rmsnorm, head_rmsnorm
 from m31.ops.rope import rope, rope_table
@@ -46,7 +47,11 @@ DRAFT: dict[str, OpSpec] = {
     spec.name: spec for spec in (concat, draft_attention, markov_embedding, markov_bias, confidence)
 }
 
+#: Ops of an adapter that is applied to the head or to routed experts; asked for only with one.
+ADAPTER: dict[str, OpSpec] = {spec.name: spec for spec in (lora_experts, lora_logits)}
+
 __all__ = [
+    "ADAPTER",
     "ALL",
     "DRAFT",
     "Arg",
@@ -76,6 +81,8 @@ __all__ = [
     "kv_write",
     "linear",
     "lm_head",
+    "lora_experts",
+    "lora_logits",
     "markov_bias",
     "markov_embedding",
     "rope",

@@ -10,9 +10,11 @@ import copy
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, StrictStr
 
@@ -23,8 +25,13 @@ from m31.config.model import Model
 from m31.config.schema import Finite, NaturalInt, PositiveFloat, PositiveInt, Strict, validate
 from m31.errors import ConfigError, M31Error
 from m31.formats.arithmetic import parse as parse_arithmetic
+from m31.training.data import Data
 from m31.training.fakequant import Scheme
 
+if TYPE_CHECKING:
+    from m31.training.task import Task
+
+C = TypeVar("C", bound="RunConfig")
 LIMIT = 2**20  # bytes of a TOML file
 Fraction = Annotated[Finite, Field(ge=0, le=1)]
 Decay = Annotated[Finite, Field(ge=0, lt=1)]
@@ -132,18 +139,42 @@ class BatchSection(Strict):
     micro_tokens: PositiveInt
 
 
-class TrainConfig(Strict):
-    """The whole file. `model` is a config.json without quantisation, as `m31.config.parse` takes it."""
+class RunConfig(Strict, ABC):
+    """What every kind of training has; a subclass adds what is trained, and says how the folder is called that a
+    finished run writes beside its state."""
+
+    PRODUCT: ClassVar[str] = "checkpoint"
 
     seed: NaturalInt
     run: RunSection
     data: DataSection
-    model: dict[str, Any]
-    quantisation: QuantisationSection
     optimiser: OptimiserSection
-    losses: LossSection
     budget: BudgetSection
     batch: BatchSection
+
+    @abstractmethod
+    def task(self, data: Data) -> Task:
+        """What the loop trains on this data."""
+
+    def fingerprint(self, identity: str) -> str:
+        """A hash of everything that the losses depend on; `identity` is that of the task."""
+        content = self.model_dump(exclude={"run"})
+        text = json.dumps({"version": 1, "content": content, "data": identity}, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class TrainConfig(RunConfig):
+    """The whole file. `model` is a config.json without quantisation, as `m31.config.parse` takes it."""
+
+    model: dict[str, Any]
+    quantisation: QuantisationSection
+    losses: LossSection
+
+    def task(self, data: Data) -> Task:
+        """A text model from nothing."""
+        from m31.training.pretraining import Pretraining  # which reads this module
+
+        return Pretraining(self, data)
 
     @property
     def quantised(self) -> bool:
@@ -172,12 +203,6 @@ class TrainConfig(Strict):
             )
         return target_config(mapping, source, self.quantisation.weights if self.quantised else "bf16")  # type: ignore[arg-type]
 
-    def fingerprint(self, data: str) -> str:
-        """A hash of everything that the losses depend on; `data` identifies the batches."""
-        content = self.model_dump(exclude={"run"})
-        text = json.dumps({"version": 1, "content": content, "data": data}, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
 
 def load(path: str | Path) -> TrainConfig:
     """Read and check a training configuration.
@@ -185,21 +210,40 @@ def load(path: str | Path) -> TrainConfig:
     Raises:
         ConfigError: the file cannot be read, is no TOML, or says what is not understood or contradicts itself.
     """
-    where = str(path)
+    return parse(read_toml(path), where=str(path))
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The contents of a TOML file. Raises ConfigError: it cannot be read, or is no TOML."""
     data = read_bytes(Path(path), limit=LIMIT)
     try:
-        mapping = tomllib.loads(data.decode("utf-8"))
+        return tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise ConfigError(f"is not valid TOML ({exc})", where=where, fix="correct the file") from exc
-    return parse(mapping, where=where)
+        raise ConfigError(f"is not valid TOML ({exc})", where=str(path), fix="correct the file") from exc
 
 
 def parse(mapping: Mapping[str, Any], *, where: str) -> TrainConfig:
     """The typed configuration of decoded TOML. Raises ConfigError."""
-    for name, kind in _SECTIONS.items():
-        if isinstance(mapping.get(name), dict):
-            validate(kind, mapping[name], where=f"{where}: [{name}]")
-    config = validate(TrainConfig, mapping, where=where)
+    config = checked(TrainConfig, mapping, where=where)
+    with located(where):
+        scheme = config.scheme()
+        expected(config.target()[1])
+    if not config.quantised and not scheme.arithmetic.exact:
+        raise ConfigError(
+            f"'weights' is 'none' and 'arithmetic' is {scheme.arithmetic.name!r}",
+            where=f"{where}: [quantisation]",
+            expected="the arithmetic 'exact' for the unquantised twin",
+        )
+    return config
+
+
+def checked(kind: type[C], mapping: Mapping[str, Any], *, where: str) -> C:
+    """A configuration of some kind, section by section, whose budget and warmup fit. Raises ConfigError."""
+    for name, part in kind.model_fields.items():
+        section = part.annotation
+        if isinstance(section, type) and issubclass(section, Strict) and isinstance(mapping.get(name), dict):
+            validate(section, mapping[name], where=f"{where}: [{name}]")
+    config = validate(kind, mapping, where=where)
     budget = config.budget
     if (budget.steps is None) == (budget.minutes is None):
         raise ConfigError("sets both or neither of 'steps' and 'minutes'", where=f"{where}: [budget]", expected="one")
@@ -215,27 +259,14 @@ def parse(mapping: Mapping[str, Any], *, where: str) -> TrainConfig:
             where=f"{where}: [optimiser]",
             expected="at least 1: the warmup shows how many steps fit",
         )
-    try:
-        scheme = config.scheme()
-        expected(config.target()[1])
-    except M31Error as exc:
-        part = f"{where}: {exc.where}" if exc.where else where
-        raise ConfigError(exc.what, where=part, expected=exc.expected, fix=exc.fix) from exc
-    if not config.quantised and not scheme.arithmetic.exact:
-        raise ConfigError(
-            f"'weights' is 'none' and 'arithmetic' is {scheme.arithmetic.name!r}",
-            where=f"{where}: [quantisation]",
-            expected="the arithmetic 'exact' for the unquantised twin",
-        )
     return config
 
 
-_SECTIONS: dict[str, type[Strict]] = {
-    "run": RunSection,
-    "data": DataSection,
-    "quantisation": QuantisationSection,
-    "optimiser": OptimiserSection,
-    "losses": LossSection,
-    "budget": BudgetSection,
-    "batch": BatchSection,
-}
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Errors in here become errors of the configuration `where`."""
+    try:
+        yield
+    except M31Error as exc:
+        part = f"{where}: {exc.where}" if exc.where else where
+        raise ConfigError(exc.what, where=part, expected=exc.expected, fix=exc.fix) from exc

@@ -30,6 +30,7 @@ class Purpose(enum.IntEnum):
     BATCHES = 4  # the order of the batches of a cycle; index: the cycle
     RECALL = 5  # a synthetic document to train on
     PROBE = 6  # a synthetic document to measure recall with
+    WINDOWS = 7  # the order of the windows of a text file; index: the epoch
 
 
 def _words(seed: int, purpose: Purpose, index: int, first: int, blocks: int) -> npt.NDArray[np.uint32]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ class ExpertSteps:
     leave: Quantise | None
     middle: Quantise | None
     activate: Callable[[Tensor, Tensor], Tensor]
+
+
+class Added(Protocol):
+    """What an adapter adds to the two products, for rows that are sorted by expert; `ends` are those of the experts."""
+
+    def first(self, x_MC: Tensor, ends: list[int]) -> Tensor | None:
+        """To gate and up side by side [M, 2I], of an input that is not quantised; None: nothing."""
+
+    def second(self, act_MI: Tensor, ends: list[int]) -> Tensor | None:
+        """To the result [M, C], of an activation that is not quantised; None: nothing."""
 
 
 class _Grouped(torch.autograd.Function):
@@ -51,6 +61,12 @@ class _Grouped(torch.autograd.Function):
                 torch.mm(g[start:end], w_EOC[expert], out=dx[start:end])
                 torch.mm(g[start:end].t(), x_MC[start:end], out=dw[expert])
         return dx, dw, None
+
+
+def grouped(x_MC: Tensor, w_EOC: Tensor, ends: list[int]) -> Tensor:
+    """y[i] = x[i] W[e(i)]^T for rows that are sorted by expert; expert e's rows end at `ends[e]`."""
+    out: Tensor = _Grouped.apply(x_MC, w_EOC, ends)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Spread(torch.autograd.Function):
@@ -86,7 +102,15 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
 
-def mixture(h_NC: Tensor, ids_NK: Tensor, weights_NK: Tensor, w13: Tensor, w2: Tensor, steps: ExpertSteps) -> Tensor:
+def mixture(
+    h_NC: Tensor,
+    ids_NK: Tensor,
+    weights_NK: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    steps: ExpertSteps,
+    added: Added | None = None,
+) -> Tensor:
     """sum over the chosen experts of weight * expert(h) (MODEL.md §2.5): [N, C].
 
     Args:
@@ -94,14 +118,28 @@ def mixture(h_NC: Tensor, ids_NK: Tensor, weights_NK: Tensor, w13: Tensor, w2: T
         ids_NK, weights_NK: chosen experts, and their weights, into which the routed factor is folded.
         w13: [E, 2I, C], gate above up; w2: [E, C, I].
         steps: what is rounded in between.
+        added: an adapter of these experts.
     """
     flat, k = ids_NK.flatten(), ids_NK.shape[1]
     order = torch.argsort(flat, stable=True)
     ends = torch.bincount(flat, minlength=len(w13)).cumsum(0).tolist()
-    x = _Spread.apply(straight_through(h_NC, steps.enter), order, k)  # type: ignore[no-untyped-call]
-    both = straight_through(_Grouped.apply(x, w13, ends), steps.leave)  # type: ignore[no-untyped-call]
+    x = _spread(straight_through(h_NC, steps.enter), order, k)
+    both = straight_through(grouped(x, w13, ends), steps.leave)
+    if added is not None:
+        both = _sum(both, added.first(_spread(h_NC, order, k), ends))
     gate, up = both.chunk(2, -1)
-    middle = straight_through(steps.activate(gate, up), steps.middle)
-    y = straight_through(_Grouped.apply(middle, w2, ends), steps.leave)  # type: ignore[no-untyped-call]
+    act = steps.activate(gate, up)
+    y = straight_through(grouped(straight_through(act, steps.middle), w2, ends), steps.leave)
+    if added is not None:
+        y = _sum(y, added.second(act, ends))
     out: Tensor = _Unsort.apply(y, order)  # type: ignore[no-untyped-call]
     return (out.view(-1, k, out.shape[1]) * weights_NK[..., None]).sum(1)
+
+
+def _spread(x_NC: Tensor, order: Tensor, k: int) -> Tensor:
+    out: Tensor = _Spread.apply(x_NC, order, k)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _sum(x: Tensor, more: Tensor | None) -> Tensor:
+    return x if more is None else x + more

@@ -6,6 +6,7 @@ code for code. Shapes: B sequences of T tokens, N = B * T, C hidden channels, D 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.nn import functional
 from m31.config.model import SparseAttention, Text
 from m31.errors import GraphError
 from m31.training import attention, fakequant
-from m31.training.experts import ExpertSteps, mixture
+from m31.training.experts import Added, ExpertSteps, mixture
 from m31.training.fakequant import Scheme, straight_through
+from m31.training.layers import Entering, Layers
 from m31.training.parameters import BIAS, Parameters
 
 Recorder = dict[str, Any]
@@ -32,14 +34,16 @@ class Output:
         kl: divergence of the index branch's block weights from the main branch's, summed over tokens and averaged over
             heads and layers: a scalar whose gradient reaches index weights only.
         load: tokens that each expert got, by layer, int64 [E].
+        taps: the residual streams after the layers that were asked for, side by side [N, taps * C]; None without.
     """
 
     hidden: Tensor
     kl: Tensor
     load: dict[int, Tensor] = field(default_factory=dict)
+    taps: Tensor | None = None
 
 
-class TrainedText:
+class TrainedText(Layers):
     """The differentiable model.
 
     Args:
@@ -50,10 +54,8 @@ class TrainedText:
     def __init__(self, parameters: Parameters, scheme: Scheme) -> None:
         self.text: Text = parameters.target.text
         self.parameters, self.scheme = parameters, scheme
-        self._round = scheme.rounding
         spec = scheme.arithmetic
-        self._linear_in = fakequant.activation(spec.linear_activation)
-        self._linear_out = fakequant.bf16 if spec.linear_activation else None
+        super().__init__(self.text, parameters, scheme.rounding, spec.linear_activation)
         self._query = fakequant.activation("e4m3") if spec.query == "e4m3" else None
         self._kv = fakequant.page(scheme.kv_format, spec.kv_read)
         self._index = fakequant.page(scheme.index_format, spec.kv_read)
@@ -67,13 +69,14 @@ class TrainedText:
             activate=self._activate,
         )
 
-    def __call__(self, tokens_BT: Tensor, record: Recorder | None = None) -> Output:
+    def __call__(self, tokens_BT: Tensor, record: Recorder | None = None, taps: Sequence[int] = ()) -> Output:
         """Run sequences.
 
         Args:
             tokens_BT: int64; every row is a sequence from position 0.
             record: gets what a test compares with serving: per layer K, V and index keys before they are written
                 ("3.k", [B, T, heads, D]), as they are read ("3.k.read"), kept blocks ("3.keep"), experts ("3.experts").
+            taps: layers whose residual streams are wanted, ascending (MODEL.md §5.1).
         """
         text, batch, length = self.text, *tokens_BT.shape
         if length > text.max_position:
@@ -82,6 +85,7 @@ class TrainedText:
         x_NC = functional.embedding(tokens_BT.flatten(), self._leaf("model.embed_tokens"))
         out = Output(hidden=x_NC, kl=x_NC.new_zeros(()))
         sparse = text.attention.count("sparse")
+        tapped = []
         for layer in range(text.num_layers):
             at = f"model.layers.{layer}"
             h_NC = self._bf16(self._round.linear, self._norm(x_NC, f"{at}.input_layernorm"))
@@ -93,6 +97,9 @@ class TrainedText:
             quantised = self._round.linear or (self._round.experts and moe)
             h_NC = self._bf16(quantised, self._norm(x_NC, f"{at}.post_attention_layernorm"))
             x_NC = x_NC + (self._moe(layer, h_NC, out, record) if moe else self._mlp(self._in(h_NC), f"{at}.mlp"))
+            if layer in taps:
+                tapped.append(x_NC)
+        out.taps = torch.cat(tapped, -1) if tapped else None
         out.hidden = self._bf16(self._round.linear, self._norm(x_NC, "model.norm"))
         return out
 
@@ -107,42 +114,6 @@ class TrainedText:
         return functional.cross_entropy(logits, targets_N[rows], reduction="sum")
 
     # -- parts -----------------------------------------------------------------------------------------------------
-
-    def _leaf(self, name: str) -> Tensor:
-        return self.parameters.leaves[f"{name}.weight"]
-
-    def _bf16(self, rounds: bool, x: Tensor) -> Tensor:
-        return straight_through(x, fakequant.bf16) if rounds else x
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.text.rms_norm_eps)
-        return x * scale * (1.0 + self._leaf(name))
-
-    def _in(self, x_NC: Tensor) -> Tensor:
-        """The input of projections as they see it; made once for all projections of one input."""
-        return straight_through(x_NC, self._linear_in)
-
-    def _linear(self, x_NC: Tensor, name: str) -> Tensor:
-        """A projection of an input from `_in`."""
-        return straight_through(functional.linear(x_NC, self._leaf(name)), self._linear_out)
-
-    def _table(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, rotary/2]; every step rounds to float32 (MODEL.md §2.3)."""
-        dim = self.text.rotary_dim
-        exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        inverse = 1.0 / (self.text.rope_theta**exponent)
-        angle = torch.arange(length).to(torch.float32)[:, None] * inverse
-        dtype = self.parameters.dtype
-        return angle.cos()[:, None].to(dtype), angle.sin()[:, None].to(dtype)
-
-    def _heads(self, x_NC: Tensor, at: str, heads: int, batch: int, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Projection, norm per head, RoPE: [B, T, heads, D]."""
-        x = self._linear(x_NC, f"{at}_proj").view(batch, -1, heads, self.parameters.leaves[f"{at}_norm.weight"].numel())
-        x = self._norm(x, f"{at}_norm")
-        cos, sin = table
-        half = cos.shape[-1]
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def _attention(
         self, layer: int, h_NC: Tensor, batch: int, table: tuple[Tensor, Tensor], record: Recorder | None
@@ -200,7 +171,7 @@ class TrainedText:
         self,
         layer: int,
         sparse: SparseAttention,
-        x_NC: Tensor,
+        x_NC: Entering,
         batch: int,
         table: tuple[Tensor, Tensor],
         record: Recorder | None,
@@ -214,15 +185,6 @@ class TrainedText:
         if record is not None:
             record.update({f"{layer}.index": ik, f"{layer}.index.read": read})
         return [attention.block_scores(iq[row], read[row, :, 0], sparse.block_size) for row in range(batch)]
-
-    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        a = self.text.activation
-        return swiglu(gate, up, a.alpha, a.beta, a.limit)
-
-    def _mlp(self, x_NC: Tensor, at: str) -> Tensor:
-        """Of an input from `_in`. The activation is quantised from the accumulation dtype (MODEL.md §2.5)."""
-        gate, up = self._linear(x_NC, f"{at}.gate_proj"), self._linear(x_NC, f"{at}.up_proj")
-        return self._linear(self._in(self._activate(gate, up)), f"{at}.down_proj")
 
     def _moe(self, layer: int, h_NC: Tensor, out: Output, record: Recorder | None) -> Tensor:
         moe, at = _need(self.text.moe, "moe", layer), f"model.layers.{layer}.block_sparse_moe"
@@ -242,14 +204,13 @@ class TrainedText:
             self.parameters.leaves[f"{at}.experts.w13"],
             self.parameters.leaves[f"{at}.experts.w2"],
             self._steps,
+            self._added(f"{at}.experts"),
         )
         return routed + self._mlp(self._in(h_NC), f"{at}.shared_experts")
 
-
-def swiglu(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float) -> Tensor:
-    """SwiGLU-OAI (MODEL.md §2.5). Beyond a clamp there is no gradient: the served value does not move there."""
-    gate = gate.clamp(max=limit)
-    return (up.clamp(min=-limit, max=limit) + beta) * gate * torch.sigmoid(alpha * gate)
+    def _added(self, at: str) -> Added | None:
+        """What is added to the products of the routed experts `at`."""
+        return None
 
 
 def divergence(scores_TKb: Tensor, mass_TKb: Tensor, keep: Tensor | None, block: int) -> Tensor:

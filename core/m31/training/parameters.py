@@ -1,33 +1,26 @@
-"""Master weights, the weights that serving would decode from them, and the gradients that both share.
-
-Masters are float32 and named as in checkpoints. Once per optimiser step they are quantised; the results are the leaves
-of the graph, so that the straight-through gradient of a master is simply the gradient of its leaf. The matrices of
-a layer's experts lie in two stacks, [E, 2I, C] (gate and up) and [E, C, I] (down), of which the names are views.
+"""Weights of the text model. The matrices of a layer's experts lie in two stacks, [E, 2I, C] (gate and up) and
+[E, C, I] (down), of which the canonical names are views.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from m31.checkpoint import expected
-from m31.checkpoint.encoding import Unit, units
-from m31.checkpoint.inventory import TensorDecl
 from m31.config.model import Model
-from m31.errors import CheckpointError
-from m31.training import fakequant
+from m31.training.weights import Weights
 
 BIAS = ".e_score_correction_bias"
 _EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<matrix>w[123])\.weight")
 
 
-class Parameters:
-    """Weights of one model.
+class Parameters(Weights):
+    """Weights of one text model.
 
     Args:
         target: the model as it will be stored; its quantisation says how each weight is rounded.
@@ -36,18 +29,9 @@ class Parameters:
     """
 
     def __init__(self, target: Model, *, dtype: torch.dtype, quantise: bool) -> None:
-        self.target, self.dtype, self.quantise = target, dtype, quantise
-        declared = expected(target)
-        self.units: dict[str, Unit] = {unit.name: unit for unit in units(declared)}
-        self.stored: dict[str, TensorDecl] = declared
-        self.masters: dict[str, Tensor] = {}
+        self.target = target
         self._views: dict[str, tuple[str, tuple[int | slice, ...]]] = {}
-        for name, unit in self.units.items():
-            self._place(name, unit.shape)
-        self.leaves = {
-            name: torch.zeros(master.shape, dtype=dtype, requires_grad=not name.endswith(BIAS))
-            for name, master in self.masters.items()
-        }
+        super().__init__(expected(target), dtype=dtype, quantise=quantise)
 
     def _place(self, name: str, shape: tuple[int, ...]) -> None:
         match = _EXPERT.fullmatch(name)
@@ -67,71 +51,33 @@ class Parameters:
         self._views[name] = stack, (expert, rows)
 
     def view(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The part of `tensors` (keyed as `masters`) that a canonical name means."""
+        """See `Weights.view`."""
         stack, index = self._views[name]
         return tensors[stack][index] if index else tensors[stack]
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(canonical name, master float32) in model order; views, so that writing into them changes the masters."""
-        for name in self.units:
-            yield name, self.view(name, self.masters)
+    def deviation(self, name: str, shape: tuple[int, ...]) -> float:
+        """Standard deviation at the start.
 
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set all masters.
-
-        Raises:
-            CheckpointError: names or shapes are not those of the model.
+        Matrices have 0.5 / sqrt(inputs); those that write into the residual stream are smaller by sqrt(2 * layers), so
+        that its variance does not grow with depth. Norm weights and biases start at zero, embedding and head at 0.02,
+        routers at 0.005: almost equal scores, so that the routing bias can spread the load before a few experts have
+        learned more than the others.
         """
-        wrong = sorted(tensors.keys() ^ self.units.keys())
-        if wrong:
-            raise CheckpointError(f"'{wrong[0]}' is missing or unknown ({len(wrong)} such names)", where="weights")
-        for name, master in self.named():
-            if tensors[name].shape != master.shape:
-                raise CheckpointError(
-                    f"'{name}' is {list(tensors[name].shape)}", where="weights", expected=str(list(master.shape))
-                )
-            master.copy_(tensors[name])
+        if len(shape) == 1:
+            return 0.0
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            return 0.02
+        if name.endswith(".block_sparse_moe.gate.weight"):
+            return 0.005
+        std = 0.5 / math.sqrt(shape[1])
+        if name.endswith((".o_proj.weight", ".down_proj.weight", ".w2.weight")):
+            std /= math.sqrt(2 * self.target.text.num_layers)
+        return std
 
-    @torch.no_grad()
-    def initialise(self, seed: int) -> None:
-        """Random masters; each depends on seed and name only.
-
-        Matrices have the standard deviation 0.5 / sqrt(inputs); those that write into the residual stream are smaller
-        by sqrt(2 * layers), so that its variance does not grow with depth. Norm weights and biases start at zero (a
-        norm multiplies by 1 + w), embedding and head at 0.02, routers at 0.005: almost equal scores, so that the
-        routing bias can spread the load before a few experts have learned more than the others.
-        """
-        depth = math.sqrt(2 * self.target.text.num_layers)
-        for name, master in self.named():
-            if master.dim() == 1:
-                master.zero_()
-                continue
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            std = 0.5 / math.sqrt(master.shape[1])
-            if name.endswith((".o_proj.weight", ".down_proj.weight", ".w2.weight")):
-                std /= depth
-            if name in ("model.embed_tokens.weight", "lm_head.weight"):
-                std = 0.02
-            if name.endswith(".block_sparse_moe.gate.weight"):
-                std = 0.005
-            master.copy_(torch.randn(master.shape, generator=generator) * std)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Bring the leaves up to date with the masters, and forget their gradients.
-
-        Raises:
-            OpRefused: a weight is NaN or infinite.
-        """
-        for name, unit in self.units.items():
-            master = self.view(name, self.masters)
-            value = fakequant.weight(unit, master) if self.quantise else master
-            self.view(name, self.leaves).copy_(value)
-        for leaf in self.leaves.values():
-            leaf.grad = None
+    def learned(self, name: str) -> bool:
+        """All but the routing bias, which follows the load."""
+        return not name.endswith(BIAS)
 
     def decayed(self, name: str) -> bool:
-        """Whether weight decay applies to a tensor of `masters`: to matrices, not to norms."""
-        return self.masters[name].dim() > 1 and name != "model.embed_tokens.weight"
+        """To matrices, not to norms; nor to the embedding, of which a step touches few rows."""
+        return super().decayed(name) and name != "model.embed_tokens.weight"

@@ -19,15 +19,12 @@ from torch import Tensor
 
 from m31.checkpoint.workfolder import locked
 from m31.errors import TrainingDiverged
-from m31.training.config import TrainConfig
+from m31.training.config import RunConfig
 from m31.training.data import Data
-from m31.training.export import export
-from m31.training.model import TrainedText
-from m31.training.parameters import BIAS, Parameters
 from m31.training.pieces import Pieces
 from m31.training.state import Progress, StateFolder, append
 
-CHECKPOINT = "checkpoint"
+CHECKPOINT = RunConfig.PRODUCT  # what a run of a model leaves
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `finished` with a checkpoint in `folder`, or interrupted with a state that continues."""
+    """How a run ended: `finished` with what it made in `folder`, or interrupted with a state that continues."""
 
     finished: bool
     step: int
@@ -57,7 +54,7 @@ class Trainer:
     """One run.
 
     Args:
-        config: what to do.
+        config: what to do; it makes the task.
         data: what to learn.
         folder: of the run; created if absent. A state of the same configuration in it is continued.
         report: called after every step.
@@ -66,15 +63,14 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, data: Data, folder: Path, report: Callable[[Report], None] | None = None
+        self, config: RunConfig, data: Data, folder: Path, report: Callable[[Report], None] | None = None
     ) -> None:
         self.config, self.data, self.report = config, data, report
-        self.raw, target = config.target()
-        self.parameters = Parameters(target, dtype=torch.float32, quantise=config.quantised)
-        self.model = TrainedText(self.parameters, config.scheme())
+        self.task = config.task(data)
+        self.parameters = self.task.parameters
         self.files = StateFolder(folder)
         self._stopped = threading.Event()
-        self.progress = Progress(fingerprint=config.fingerprint(data.identity), total=config.budget.steps)
+        self.progress = Progress(fingerprint=config.fingerprint(self.task.identity), total=config.budget.steps)
         self._optimiser = self._adamw()
 
     def stop(self) -> None:
@@ -99,20 +95,21 @@ class Trainer:
             finally:
                 os.close(log)
             done = self._done
-            if done and not (path / CHECKPOINT).exists():
+            if done and not (path / self.config.PRODUCT).exists():
                 self.parameters.load(self.files.best(self.progress))
-                export(path / CHECKPOINT, self.raw, self.parameters, extra_files=self.data.files)
+                self.task.export(path / self.config.PRODUCT)
         best = self.progress.best_loss
-        return Outcome(done, self.progress.step, self.progress.total, best, path / CHECKPOINT if done else path)
+        return Outcome(
+            done, self.progress.step, self.progress.total, best, path / self.config.PRODUCT if done else path
+        )
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _pieces(self) -> Pieces:
         return Pieces(
-            self.model,
+            self.task,
             threads=self.config.run.threads,
             micro_tokens=self.config.batch.micro_tokens,
-            index_weight=self.config.losses.index_weight,
             stopped=self._stopped,
         )
 
@@ -154,29 +151,25 @@ class Trainer:
     def _step(self, pieces: Pieces) -> dict[str, Any] | None:
         """One optimiser step; what to log, or None if it was given up."""
         step = self.progress.step
-        tokens, targets = self.data.train.batch(step)
+        batch = self.data.train.batch(step)
         self.parameters.refresh()
-        found = pieces.gradient(tokens, targets)
+        found = pieces.gradient(step, batch)
         if found is None:
             return None
-        loss = found.loss / max(1, int((targets >= 0).sum()))
+        loss = found.mean
         norm = self._clip(loss, found.grads)
         rate = self._rate(step)
         for group in self._optimiser.param_groups:
             group["lr"] = rate
         self._optimiser.step()
-        self._balance(found.load, step)
+        warming = step < self.config.optimiser.warmup_steps
+        with torch.no_grad():
+            self.task.after_step(found, 1.0 if warming else rate / self.config.optimiser.learning_rate)
         self.progress.step += 1
         self._saved = False
-        return {
-            "step": self.progress.step,
-            "loss": loss,
-            "kl": found.kl / tokens.numel(),
-            "lr": rate,
-            "norm": norm,
-            "tokens": tokens.numel(),
-            "load": {str(layer): [round(x, 4) for x in (n / n.sum()).tolist()] for layer, n in found.load.items()},
-        }
+        tokens = batch[0].numel()
+        figures = self.task.shown(found, tokens)
+        return {"step": self.progress.step, "loss": loss, "lr": rate, "norm": norm, "tokens": tokens} | figures
 
     def _clip(self, loss: float, grads: dict[str, Tensor]) -> float:
         """Gradients of the leaves become those of the masters, at most `clip_norm` long; their norm before that."""
@@ -193,18 +186,6 @@ class Trainer:
         if norm > self.config.optimiser.clip_norm:
             torch._foreach_mul_(list(grads.values()), self.config.optimiser.clip_norm / norm)
         return norm
-
-    def _balance(self, load: dict[int, Tensor], step: int) -> None:
-        """Move the routing bias of overloaded experts down and of the others up; no gradient is involved.
-
-        The steps are whole during the warmup, when routers move fastest, and fall with the learning rate after it.
-        """
-        fall = (
-            1.0 if step < self.config.optimiser.warmup_steps else self._rate(step) / self.config.optimiser.learning_rate
-        )
-        for layer, count in load.items():
-            bias = self.parameters.masters[f"model.layers.{layer}.block_sparse_moe{BIAS}"]
-            bias += fall * self.config.losses.balance_rate * torch.sign(count.float().mean() - count)
 
     def _rate(self, step: int) -> float:
         o = self.config.optimiser
@@ -230,13 +211,15 @@ class Trainer:
         """Mean loss of the validation batches, after which the masters are kept if there was none lower; None if it was
         stopped: the run then continues with this validation."""
         self.parameters.refresh()
-        loss, progress = pieces.loss(self.data.validation), self.progress
-        if loss is None:
+        found, progress = pieces.measure(self.data.validation), self.progress
+        if found is None:
             return None
+        loss = found.mean
         progress.validated = progress.step
         self._saved = False
         best = progress.best_loss is None or loss < progress.best_loss
-        progress.log_bytes += append(log, {"step": progress.step, "validation": loss, "best": best})
+        figures = self.task.shown(found, sum(tokens.numel() for tokens, _ in self.data.validation))
+        progress.log_bytes += append(log, {"step": progress.step, "validation": loss, "best": best} | figures)
         if best:
             progress.best = self.files.write_best(progress.step, dict(self.parameters.named()))
             progress.best_loss, progress.best_step = loss, progress.step
@@ -252,7 +235,7 @@ class Trainer:
 
     def _adamw(self) -> torch.optim.AdamW:
         o, masters = self.config.optimiser, self.parameters.masters
-        learned = [name for name in masters if not name.endswith(BIAS)]
+        learned = [name for name in masters if self.parameters.learned(name)]
         groups = [
             {
                 "params": [masters[name] for name in learned if self.parameters.decayed(name) == decayed],
@@ -272,7 +255,7 @@ class Trainer:
         tensors = {f"weight/{name}": master for name, master in self.parameters.named()}
         for kind in ("exp_avg", "exp_avg_sq"):
             moments = self._moments(kind)
-            tensors |= {f"{kind}/{n}": self.parameters.view(n, moments) for n in names if not n.endswith(BIAS)}
+            tensors |= {f"{kind}/{n}": self.parameters.view(n, moments) for n in names if self.parameters.learned(n)}
         self.files.write(self.progress, tensors)
         self._saved = True
 
@@ -290,10 +273,10 @@ class Trainer:
         moments = {kind: self._moments(kind) for kind in ("exp_avg", "exp_avg_sq")}
         for kind, held in moments.items():
             for name in self.parameters.units:
-                if not name.endswith(BIAS):
+                if self.parameters.learned(name):
                     self.parameters.view(name, held).copy_(tensors[f"{kind}/{name}"])
         for name, master in self.parameters.masters.items():
-            if not name.endswith(BIAS):
+            if self.parameters.learned(name):
                 values = {kind: held[name] for kind, held in moments.items()}
                 self._optimiser.state[master] = {"step": torch.tensor(float(found.step)), **values}
 
