@@ -302,5 +302,7 @@ def opened_for(bench: Bench, folder: Path, forms: Forms, *, draft: int | None = 
         v_scale_order=None,
         arithmetic=forms.arithmetic,
         draft=draft,
+        adapter=None,
+        merge_adapter=False,
         options=bench.options,
     )

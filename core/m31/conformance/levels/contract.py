@@ -33,7 +33,7 @@ from m31.errors import (
     RequestError,
 )
 from m31.formats.arithmetic import NAMED
-from m31.ops import ALL, DRAFT
+from m31.ops import ADAPTER, ALL, DRAFT
 from m31.ops.fused import FUSED
 from m31.sdk.manifest import CacheFormat, ComputeType, IndexFormat, Manifest, WeightFormat
 from m31.sdk.version import API_VERSION
@@ -84,7 +84,7 @@ def _item(
 
 def _names(bench: Bench) -> str:
     manifest = bench.manifest
-    known = [*ALL, *DRAFT, *FUSED]
+    known = [*ALL, *DRAFT, *ADAPTER, *FUSED]
     named = [*(() if manifest.ops == "all" else manifest.ops), *manifest.fallback]
     unknown = [name for name in named if name not in known]
     if unknown:

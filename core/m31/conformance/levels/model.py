@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
+from m31.checkpoint import Checkpoint, bundled
 from m31.conformance import agreement, layers, oracle
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, Verdict
@@ -13,6 +14,7 @@ from m31.conformance.layers import CACHED, PREFILL, VERIFIED
 from m31.conformance.levels.forms import CHECKPOINTS, arithmetics, checkpoints, pages, prompt, shown
 from m31.conformance.rig import Forms, Rig, Run, opened_for
 from m31.conformance.synthetic import VOCAB_SIZE, config
+from m31.errors import NotACheckpoint
 from m31.graph import ModelGraph
 from m31.sdk.manifest import Manifest
 
@@ -67,6 +69,43 @@ def _agreements(manifest: Manifest) -> Iterator[Item]:
             judge=partial(_judge_logits, case, name),
             seconds=2,
         )
+
+    if packaged() is not None:
+        yield Item(
+            id="L3/agreement/nano/default",
+            level="L3",
+            subject="agreement",
+            format=manifest.formats.kv[0],
+            criterion="agreement",
+            claims=(),
+            attributes={"checkpoint": "nano", "forms": ""},
+            execute=_nano,
+            judge=_judge_nano,
+            seconds=20,
+        )
+
+
+def packaged() -> Path | None:
+    """The folder of the checkpoint that comes with m31; None in a source tree without it."""
+    try:
+        return bundled.folder()
+    except NotACheckpoint:
+        return None
+
+
+def _nano_texts(place: Path) -> Sequence[Sequence[int]]:
+    text = Checkpoint.open(place).config.text
+    return (prompt("L3/nano", PREFILL, text.vocab_size),)
+
+
+def _nano(bench: Bench) -> Evidence:
+    place = bundled.folder()
+    return agreement.run(bench, place, _DEFAULT, _nano_texts(place))
+
+
+def _judge_nano(evidence: Evidence) -> Verdict:
+    place = bundled.folder()
+    return agreement.judge("L3/agreement/nano/default", place, _nano_texts(place), evidence)
 
 
 def _ids(count: int) -> list[int]:
