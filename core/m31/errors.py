@@ -202,6 +202,18 @@ class ContractViolation(M31Error):
         super().__init__(f"breaks the rule '{rule}': {what}", where=where, expected=expected)
 
 
+class SuiteError(M31Error):
+    """The conformance suite itself, or a file that it was given, is at fault; this says nothing about a backend."""
+
+    exit_code = 3
+
+
+class NothingSelected(SuiteError):
+    """No item of the conformance suite was selected: nothing was judged, which is no success."""
+
+    exit_code = 2
+
+
 class TrainingError(M31Error):
     """Training cannot start, continue or go on."""
 
