@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from m31.sdk.manifest import Manifest
 
 START_SECONDS = 300.0  # importing a framework from a cold disk takes its time
-_LOG_TAIL = 1500
+_LOG_CHARACTERS = 1500
 CRASHED, HUNG = "WorkerCrashed", "TimedOut"
 
 
@@ -70,9 +70,11 @@ class _Worker:
         return status
 
     def last_words(self) -> str:
-        """The end of what it printed."""
+        """The report of the fault handler, or else the end of what it printed."""
         self.log.seek(0)
-        return self.log.read()[-_LOG_TAIL:].decode(errors="replace").strip()
+        text = self.log.read().decode(errors="replace").strip()
+        fault = text.rfind("Fatal Python error")
+        return text[fault : fault + _LOG_CHARACTERS] if fault >= 0 else text[-_LOG_CHARACTERS:]
 
 
 class Pool:
