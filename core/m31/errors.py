@@ -203,7 +203,8 @@ class ContractViolation(M31Error):
 
 
 class SuiteError(M31Error):
-    """The conformance suite itself, or a file that it was given, is at fault; this says nothing about a backend."""
+    """The conformance suite, or a file that it was given, contradicts itself: an id used twice, a criterion that
+    nonsense passes, a damaged record. No backend is to blame."""
 
     exit_code = 3
 

@@ -65,6 +65,8 @@ def healthy(manifest: Manifest, level: Level, checkpoint: Path | None) -> Iterat
         yield item("L1/linear/left", refusing("fallback", "left to the reference"))
     elif level == "L2":
         yield item("L2/pages/resume", attributes={"tokens": 128})
+    elif level == "L3":
+        yield item("L3/model/likeness", criterion="agreement")
 
 
 def troubled(manifest: Manifest, level: Level, checkpoint: Path | None) -> Iterator[Item]:

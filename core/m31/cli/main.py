@@ -29,6 +29,7 @@ _MODULES = {
     "demo": "m31.cli.demo",
     "explain": "m31.cli.explain",
     "train": "m31.cli.train",
+    "conform": "m31.cli.conform",
 }
 
 

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from m31.sdk.manifest import Manifest
 
 STORED_BY = {"linear": ("float32", "bfloat16", "mxfp8"), "experts": ("float32", "bfloat16", "mxfp8", "nvfp4")}
-"""Ops whose weights a checkpoint stores in several formats, and which (MODEL.md §3): each pair is a claim of its own."""
+"""Ops whose weights a checkpoint stores in several formats (MODEL.md §3): each pair is a claim of its own."""
 
 
 def of_manifest(manifest: Manifest) -> list[str]:
     """The claims of a manifest, in its order.
 
     `op:NAME` and `op:NAME/FORMAT` of ops that do not fall back; `weights:F`, `kv:F`, `index:F`, `compute:F`,
-    `arithmetic:A`; `limit:NAME` of every limit that promises something.
+    `arithmetic:A`; `determinism:NAME` where it is declared; `limit:NAME` of every limit that promises something.
     """
     from m31 import ops
     from m31.formats.arithmetic import NAMED
@@ -37,6 +37,8 @@ def of_manifest(manifest: Manifest) -> list[str]:
     claims += [f"index:{form}" for form in formats.index]
     claims += [f"compute:{form}" for form in formats.compute]
     claims += [f"arithmetic:{name}" for name in (NAMED if manifest.arithmetic == "all" else manifest.arithmetic)]
+    promised = getattr(manifest, "determinism", None)
+    claims += [f"determinism:{name}" for name, value in (promised or ()) if value]
     limits = manifest.limits
     claims.append("limit:context_tokens")
     claims += ["limit:draft_tokens"] if drafting else []

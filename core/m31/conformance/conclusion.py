@@ -34,7 +34,8 @@ class Conclusion:
         counts: outcome -> items.
         failures: ids that failed unexpectedly.
         suite_faults: ids whose criterion or item is at fault, not the backend.
-        omissions: claims that no passed item exercised.
+        omissions: claims that no passed item exercised; `level:L` where no item of a level passed, `conformance:L`
+            where the manifest says more than the run shows.
         claims: claim -> (first level that could exercise it, passed items that did).
         expected: id -> kind of the entry of `expect.toml` about it.
         stale: entries of `expect.toml` that are not true (any more), in words.
@@ -72,9 +73,12 @@ def conclude(run: Run, *, today: datetime.date | None = None) -> Conclusion:
     levels = upto(run.header["setup"]["level"])
     whole = run.complete and run.header["setup"]["expression"] is None and not run.header.get("recorded")
     claims = _claims(run)
-    omissions = [claim for claim, (level, passed) in claims.items() if not passed and (level is None or level in levels)]
+    omissions = [
+        claim for claim, (level, passed) in claims.items() if not passed and (level is None or level in levels)
+    ]
     reached = _reached(run, claims, waived, levels) if whole else None
     promised = run.header["manifest"]["conformance"]
+    omissions += [f"level:{level}" for level in levels if not _passed(run, level)]
     if whole and promised in levels and (reached is None or reached < promised):
         omissions.append(f"conformance:{promised}")
     if not whole:
@@ -99,6 +103,10 @@ def conclude(run: Run, *, today: datetime.date | None = None) -> Conclusion:
 def unexpected(result: Result, expected: Expectations) -> bool:
     """Whether a result is a failure that no entry of `expect.toml` foresees."""
     return result.outcome == "failed" and expected.of(result.id) is None
+
+
+def _passed(run: Run, level: Level) -> bool:
+    return level == "L4" or any(result.outcome == "passed" for result in run.results if result.level == level)
 
 
 def _claims(run: Run) -> dict[str, tuple[Level | None, int]]:
@@ -167,8 +175,8 @@ def _sentence(
         if not whole:
             return f"all {len(run.results):,} selected passed or are allowed; a selection reaches no level"
         with_waivers = f" with {_count(len(waived), 'waiver')}" if waived else ""
-        if reached is None:
-            return "nothing failed that was not expected to, and no level is reached"
+        if reached != run.header["setup"]["level"]:
+            return f"nothing failed unexpectedly; {f'level {reached}' if reached else 'no level'} is reached"
         return f"conformant: level {reached} is reached{with_waivers}"
     if code == INTERRUPTED:
         return f"incomplete: {detail}"

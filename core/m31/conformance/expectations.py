@@ -60,9 +60,7 @@ class Expectations:
         Raises: SuiteError: an entry has expired, matches no item, or matches one that another entry matches.
         """
         faults = [*self.expired(today)]
-        faults += [
-            f"'{entry.id}' matches no item" for entry in self.entries if not any(entry.matches(i) for i in ids)
-        ]
+        faults += [f"'{entry.id}' matches no item" for entry in self.entries if not any(entry.matches(i) for i in ids)]
         for item_id in ids:
             if len(about := [entry.id for entry in self.entries if entry.matches(item_id)]) > 1:
                 faults.append(f"'{item_id}' is matched by '{about[0]}' and by '{about[1]}'")

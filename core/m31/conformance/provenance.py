@@ -111,7 +111,14 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def gather(backend: str, manifest: Manifest, *, command: Sequence[str], device: str | None, salt: str) -> dict[str, Any]:
+def command_line() -> list[str]:
+    """Of this process, without the folder of the program."""
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+def gather(
+    backend: str, manifest: Manifest, *, command: Sequence[str], device: str | None, salt: str
+) -> dict[str, Any]:
     """All of it, for a run that begins now."""
     return {
         "backend": backend_facts(backend, manifest),
@@ -120,6 +127,6 @@ def gather(backend: str, manifest: Manifest, *, command: Sequence[str], device: 
         "device": device,
         "environment": environment(),
         "started": now(),
-        "command": list(command) or [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": list(command) or command_line(),
         "salt": salt,
     }

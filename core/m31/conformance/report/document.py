@@ -61,7 +61,7 @@ def build(run: Run, *, today: datetime.date | None = None) -> dict[str, Any]:
 
 
 def coverage(run: Run) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
-    """Subject -> attribute -> value -> items that passed and items that there were: what was exercised, and what not."""
+    """Subject -> attribute -> value -> how many items passed, of how many: what was exercised, and what never."""
     found: dict[str, dict[str, dict[str, dict[str, int]]]] = defaultdict(lambda: defaultdict(dict))
     for result in run.results:
         given = {**result.attributes, **({"format": result.format} if result.format else {})}
@@ -92,7 +92,9 @@ def again(run: Run, item_id: str) -> str:
     for flag, key in (("--device", "device"), ("--seed-salt", "salt"), ("--checkpoint", "checkpoint")):
         words += [flag, setup[key]] if setup[key] else []
     words += ["--level", item_id.split("/")[0], "-k", item_id]
-    return " ".join(word if word.replace("/", "").replace("-", "").replace(".", "").isalnum() else _quoted(word) for word in words)
+    return " ".join(
+        word if word.replace("/", "").replace("-", "").replace(".", "").isalnum() else _quoted(word) for word in words
+    )
 
 
 def _quoted(word: str) -> str:

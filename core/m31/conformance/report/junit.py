@@ -52,12 +52,15 @@ def _totals(cases: list[dict[str, Any]]) -> str:
 
 def _case(case: dict[str, Any]) -> str:
     level, subject, *rest = case["id"].split("/")
-    start = f'    <testcase classname={_attribute(f"{level}.{subject}")} name={_attribute("/".join(rest) or subject)}'
+    start = f"    <testcase classname={_attribute(f'{level}.{subject}')} name={_attribute('/'.join(rest) or subject)}"
     start += f' time="{case["seconds"]:.3f}">'
     inner = [f"<system-out>{_text(case['command'])}</system-out>"]
     first = case["message"].split("\n")[0]
     if _failed(case):
-        inner.insert(0, f"<failure type={_attribute(case['error'])} message={_attribute(first)}>{_text(case['message'])}</failure>")
+        inner.insert(
+            0,
+            f"<failure type={_attribute(case['error'])} message={_attribute(first)}>{_text(case['message'])}</failure>",
+        )
     elif case["outcome"] == "interrupted":
         inner.insert(0, f'<error type="interrupted" message={_attribute(first)}/>')
     elif _skipped(case):

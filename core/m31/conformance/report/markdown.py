@@ -62,17 +62,31 @@ def render(report: dict[str, Any]) -> str:
     if verdict["omissions"]:
         lines += ["", "## Claimed and never exercised", "", *(f"- `{claim}`" for claim in verdict["omissions"])]
     if report["expectations"]:
-        lines += ["", "## Expected failures", "", "| Pattern | Kind | Items | Reason | Expires |", "|---|---|---:|---|---|"]
         lines += [
-            f"| `{cell(e['id'])}` | {e['kind']} | {len(e['items'])} | {cell(e['reason'])} ({cell(e['link'])}) | {e['expires']} |"
+            "",
+            "## Expected failures",
+            "",
+            "| Pattern | Kind | Items | Reason | Expires |",
+            "|---|---|---:|---|---|",
+        ]
+        lines += [
+            f"| `{cell(e['id'])}` | {e['kind']} | {len(e['items'])} | {cell(e['reason'])} ({cell(e['link'])}) "
+            f"| {e['expires']} |"
             for e in report["expectations"]
         ]
         lines += [f"- not true: {cell(text)}" for text in verdict["stale_expectations"]]
     near = worst(report, 10)
     if near:
-        lines += ["", "## Nearest to their bounds", "", "| Item | Error / bound | Error | Where |", "|---|---:|---:|---|"]
         lines += [
-            f"| `{cell(r['id'])}` | {margin_of(r)} | {_number(r['verdict']['max_error'])} | {cell(r['verdict']['where'])} |"
+            "",
+            "## Nearest to their bounds",
+            "",
+            "| Item | Error / bound | Error | Where |",
+            "|---|---:|---:|---|",
+        ]
+        lines += [
+            f"| `{cell(r['id'])}` | {margin_of(r)} | {_number(r['verdict']['max_error'])} "
+            f"| {cell(r['verdict']['where'])} |"
             for r in near
         ]
     return "\n".join(lines) + "\n"

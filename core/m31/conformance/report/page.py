@@ -44,7 +44,8 @@ def _table(heads: list[tuple[str, bool]], rows: list[list[str]]) -> str:
     kinds = [' class="num"' if number else "" for _, number in heads]
     top = "".join(f'<th scope="col"{kind}>{head}</th>' for (head, _), kind in zip(heads, kinds, strict=True))
     body = "\n".join(
-        "<tr>" + "".join(f"<td{kind}>{text}</td>" for text, kind in zip(row, kinds, strict=True)) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td{kind}>{text}</td>" for text, kind in zip(row, kinds, strict=True)) + "</tr>"
+        for row in rows
     )
     return f'<table class="list"><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table>'
 
@@ -65,8 +66,9 @@ def _slide(report: dict[str, Any], levels: dict[str, Any]) -> str:
 def _badge(report: dict[str, Any]) -> str:
     verdict = report["verdict"]
     level, code = verdict["level"], verdict["exit_code"]
+    reached = level is not None and level == report["selection"]["level"]
     kind, sign, words = {
-        0: ("good", level or "✓", "conformant" if level else "as expected"),
+        0: ("good", level or "✓", "conformant" if reached else "as expected"),
         1: ("bad", "✕", "not conformant"),
         2: ("warn", "?", "not conformant by omission"),
         3: ("warn", "!", "cannot be judged"),
@@ -144,7 +146,14 @@ def _nearest(report: dict[str, Any]) -> str:
         )
     if not rows:
         return ""
-    heads = [("item", False), ("of the bound", True), ("error", True), ("where", False), ("kernel", False), ("again", False)]
+    heads = [
+        ("item", False),
+        ("of the bound", True),
+        ("error", True),
+        ("where", False),
+        ("kernel", False),
+        ("again", False),
+    ]
     lead = "The items that passed with the largest error, as a part of what their declared arithmetic allows."
     return f'<section><h2>Nearest to their bounds</h2><p class="lead">{lead}</p>{_table(heads, rows)}</section>'
 
@@ -152,7 +161,9 @@ def _nearest(report: dict[str, Any]) -> str:
 def _cases(levels: dict[str, Any]) -> str:
     maps = "\n".join(heat.squares(level, rows) for level, rows in levels.items())
     lead = "Each square is one item; its title says which, and how much of what is allowed it used up."
-    return f'<section><h2>Every case</h2><p class="lead">{lead}</p>{heat.key()}<div class="scroll">{maps}</div></section>'
+    return (
+        f'<section><h2>Every case</h2><p class="lead">{lead}</p>{heat.key()}<div class="scroll">{maps}</div></section>'
+    )
 
 
 def _claims(report: dict[str, Any]) -> str:
@@ -164,7 +175,9 @@ def _claims(report: dict[str, Any]) -> str:
         rows.append([f'<span class="{chip}">{escape(claim["claim"])}</span>', escape(level), said])
     omitted = report["verdict"]["omissions"]
     lead = (
-        f"Omitted: {', '.join(omitted)}." if omitted else "What the manifest says, and how many passed items exercised it."
+        f"Omitted: {', '.join(omitted)}."
+        if omitted
+        else "What the manifest says, and how many passed items exercised it."
     )
     return (
         f'<section><h2>Claims</h2><p class="lead">{escape(lead)}</p><details{" open" if omitted else ""}>'
@@ -187,7 +200,14 @@ def _expected(report: dict[str, Any]) -> str:
         ]
         for e in report["expectations"]
     ]
-    heads = [("pattern", False), ("kind", False), ("items", True), ("reason", False), ("link", False), ("expires", False)]
+    heads = [
+        ("pattern", False),
+        ("kind", False),
+        ("items", True),
+        ("reason", False),
+        ("link", False),
+        ("expires", False),
+    ]
     stale = "".join(f"<li>{escape(text)}</li>" for text in report["verdict"]["stale_expectations"])
     untrue = f"<p>Not true:</p><ul>{stale}</ul>" if stale else ""
     return f"<section><h2>Expected failures and waivers</h2>{_table(heads, rows)}{untrue}</section>"
@@ -198,9 +218,9 @@ def _coverage(report: dict[str, Any]) -> str:
     for subject, attributes in report["coverage"].items():
         for attribute, values in attributes.items():
             chips = [
-                f'<span class="chip{"" if cell["passed"] else " never"}" title="{cell["passed"]} of {cell["items"]} passed">'
-                f"{escape(value)}</span>"
-                for value, cell in sorted(values.items(), key=lambda entry: entry[1]["passed"] > 0)
+                f'<span class="chip{"" if count["passed"] else " never"}" '
+                f'title="{count["passed"]} of {count["items"]} passed">{escape(value)}</span>'
+                for value, count in sorted(values.items(), key=lambda entry: entry[1]["passed"] > 0)
             ]
             more = f"and {len(chips) - VALUES:,} more" if len(chips) > VALUES else ""
             rows.append([escape(subject), escape(attribute), "".join(chips[:VALUES]) + more])
@@ -228,7 +248,8 @@ def _provenance(report: dict[str, Any]) -> str:
         + f", {report['selection']['items']:,} items",
         "packages": f"Python {software['python']}, "
         + ", ".join(f"{name} {found or 'absent'}" for name, found in software["packages"].items()),
-        "machine": f"{machine['processor'] or '?'}, {machine['architecture']}, {machine['cores']} cores, {machine['system']}",
+        "machine": f"{machine['processor'] or '?'}, {machine['architecture']}, {machine['cores']} cores, "
+        + machine["system"],
         "devices": "; ".join(machine["devices"]) or "none",
         "environment": ", ".join(f"{k}={v}" for k, v in about["environment"].items()) or "nothing set",
         "seeds": f"salt '{about['salt']}'" if about["salt"] else "the usual ones",

@@ -133,9 +133,7 @@ class Pool:
                 self._workers.clear()
                 self._selector.close()
                 for item, seconds in running:
-                    done(
-                        lost(item, "interrupted", "the run was stopped", seed=self._seeds(item.id), seconds=seconds)
-                    )
+                    done(lost(item, "interrupted", "the run was stopped", seed=self._seeds(item.id), seconds=seconds))
 
     def _serve(self, waiting: deque[Item], done: Callable[[Result], bool], scratch: Path) -> bool:
         while waiting or any(worker.item for worker in self._workers):
@@ -224,7 +222,9 @@ class Pool:
         item, words = worker.item, worker.last_words()
         self._remove(worker)
         if item is None:
-            raise WorkerFailed(f"opening it did not end within {START_SECONDS:.0f} s: {words}", where=self._setup.backend)
+            raise WorkerFailed(
+                f"opening it did not end within {START_SECONDS:.0f} s: {words}", where=self._setup.backend
+            )
         text = f"it did not end within {self._setup.timeout:g} s and was stopped"
         seed = self._seeds(item.id)
         return lost(item, "failed", text, seed=seed, seconds=self._setup.timeout, error=HUNG)

@@ -29,7 +29,7 @@ def store(path: Path, item_id: str, evidence: Evidence) -> None:
     """
     import numpy as np
 
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}  # Any: numpy's stub takes the first keyword for a flag
     for name, value in evidence.arrays.items():
         array = np.asarray(value)
         if array.dtype.kind not in _KINDS or name == _FACTS:
@@ -40,7 +40,8 @@ def store(path: Path, item_id: str, evidence: Evidence) -> None:
     except (TypeError, ValueError) as error:
         raise SuiteError(f"its facts are not JSON: {error}", where=item_id) from error
     data = io.BytesIO()
-    np.savez(data, **arrays, **{_FACTS: np.frombuffer(facts.encode(), np.uint8)})
+    arrays[_FACTS] = np.frombuffer(facts.encode(), np.uint8)
+    np.savez(data, **arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:

@@ -90,9 +90,7 @@ def header(planned: Planned, command: Sequence[str]) -> dict[str, Any]:
         "catalog": catalog.digest([item.id for item in planned.everything]),
         "claims": claims.first_levels(manifest, planned.everything),
         "expect": planned.expected.text,
-        "provenance": provenance.gather(
-            setup.backend, manifest, command=command, device=setup.device, salt=setup.salt
-        ),
+        "provenance": provenance.gather(setup.backend, manifest, command=command, device=setup.device, salt=setup.salt),
     }
 
 
@@ -142,6 +140,7 @@ def judge(
     *,
     jobs: int = 1,
     timeout: float | None = None,
+    source: str = catalog.SOURCE,
     command: Sequence[str] = (),
     watch: Watcher | None = None,
 ) -> journal.Run:
@@ -151,6 +150,7 @@ def judge(
         recorded: the folder of a run with `record`.
         folder: gets the journal of the judged run.
         jobs, timeout: see `Setup`; the recorded run's timeout unless given.
+        source: of the items; the record's own is not imported, since the record is somebody else's.
         command, watch: see `run`.
 
     Raises: SuiteError: the record is damaged, or of another catalog than this m31's.
@@ -162,7 +162,7 @@ def judge(
     before = journal.read(recorded)
     if not before.header.get("recorded"):
         raise SuiteError("this run was judged where it ran", where=str(recorded), expected="a run with --record")
-    setup = replace(Setup.from_dict(before.header["setup"]), jobs=jobs)
+    setup = replace(Setup.from_dict(before.header["setup"]), jobs=jobs, source=source, fail_fast=False)
     setup = replace(setup, timeout=timeout or setup.timeout)
     manifest = Manifest.model_validate_json(_json(before.header["manifest"]))
     everything = catalog.collect(manifest, LEVELS, checkpoint=setup.folder, source=setup.source)
@@ -181,7 +181,7 @@ def judge(
             "machine": provenance.machine(),
             "environment": provenance.environment(),
             "started": provenance.now(),
-            "command": list(command),
+            "command": list(command) or provenance.command_line(),
         },
     }
     clear(folder)
@@ -207,9 +207,7 @@ def judge(
 class _Keeper:
     """Takes results as they come: journal, estimate of the time left, and whether to go on."""
 
-    def __init__(
-        self, log: journal.Journal, planned: Planned, watch: Watcher | None, evidence: Path | None
-    ) -> None:
+    def __init__(self, log: journal.Journal, planned: Planned, watch: Watcher | None, evidence: Path | None) -> None:
         self._log, self._planned, self._watch, self._evidence = log, planned, watch, evidence
         self._costs = {item.id: max(item.seconds, 1e-3) for item in planned.chosen}
         self._start = time.monotonic()

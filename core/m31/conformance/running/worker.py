@@ -92,7 +92,7 @@ class _Server:
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001 - a fault of the backend: the items that open it will show it
-            print(f"opening raised {type(error).__name__}: {error}", file=sys.stderr)
+            sys.stderr.write(f"opening raised {type(error).__name__}: {error}\n")
         return bench
 
     def one(self, request: dict[str, Any]) -> None:
