@@ -152,3 +152,9 @@ def endless(bench: Bench) -> Evidence:
     """Like `hang`, after saying that it began."""
     Path(os.environ["FAKE_SUITE_BEGAN"]).write_text("began")
     return hang(bench)
+
+
+def odd_claims(manifest: Manifest, level: Level, checkpoint: Path | None) -> Iterator[Item]:
+    """One item that exercises nothing."""
+    if level == "L0":
+        yield item("L0/a/b")

@@ -17,8 +17,9 @@ STORED_BY = {"linear": ("float32", "bfloat16", "mxfp8"), "experts": ("float32", 
 def of_manifest(manifest: Manifest) -> list[str]:
     """The claims of a manifest, in its order.
 
-    `op:NAME` and `op:NAME/FORMAT` of ops that do not fall back; `weights:F`, `kv:F`, `index:F`, `compute:F`,
-    `arithmetic:A`; `determinism:NAME` where it is declared; `limit:NAME` of every limit that promises something.
+    `op:NAME` of what `ops` lists, and `op:NAME/FORMAT` unless it may fall back (then it need not serve every format);
+    `weights:F`, `kv:F`, `index:F`, `compute:F`, `arithmetic:A`; `determinism:NAME` where it is declared; `limit:NAME`
+    of every limit that promises something.
     """
     from m31 import ops
     from m31.formats.arithmetic import NAMED
@@ -30,7 +31,7 @@ def of_manifest(manifest: Manifest) -> list[str]:
     served = everything if manifest.ops == "all" else list(manifest.ops)
     own = [name for name in served if name not in manifest.fallback]
     formats = manifest.formats
-    claims = [f"op:{name}" for name in own]
+    claims = [f"op:{name}" for name in served]
     claims += [f"op:{name}/{form}" for name in own for form in STORED_BY.get(name, ()) if form in formats.weights]
     claims += [f"weights:{form}" for form in formats.weights]
     claims += [f"kv:{form}" for form in formats.kv]

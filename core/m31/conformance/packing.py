@@ -24,7 +24,7 @@ MANIFEST, ENVIRONMENT, EXPECT = "manifest.json", "environment.json", "expect.tom
 REPORTS = (report.JSON, report.JUNIT, report.MARKDOWN, report.HTML)
 REQUIRED = (*REPORTS, journal.NAME, MANIFEST, ENVIRONMENT, ABOUT, STATEMENT, DIGESTS)
 MAX_BYTES = 256 << 20
-"""Of a file in an archive: an archive is somebody else's, and may be made to fill a disk."""
+"""Of an archive, unpacked: it is somebody else's, and may be made to fill the memory."""
 
 
 def dirty(provenance: Mapping[str, Any]) -> list[str]:
@@ -103,11 +103,15 @@ def unpack(path: Path) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r:gz") as tar:
+        with gzip.open(path) as packed:  # to its end, so that its checksum is seen
+            raw = packed.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise SuiteError(f"it unpacks to more than {MAX_BYTES:,} bytes", where=str(path))
+        with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
             for entry in tar:
                 name = entry.name.rpartition("/")[2]
                 source = tar.extractfile(entry) if entry.isfile() else None
-                if source is None or name not in (*REQUIRED, EXPECT) or name in files or entry.size > MAX_BYTES:
+                if source is None or name not in (*REQUIRED, EXPECT) or name in files:
                     raise SuiteError(f"it holds '{entry.name}', which does not belong there", where=str(path))
                 files[name] = source.read()
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
