@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from m31.conformance.cases_more import more
 from m31.formats import mxfp8, nvfp4
 from m31.graph import OpInstance, StepClass
 from m31.ops import Case, OpSpec, StateType, TensorDecl, TensorType, WeightDecl
@@ -22,6 +23,7 @@ _ACTIVATION = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 def cases_of(spec: OpSpec) -> Iterator[Case]:
     """The op's own cases, then those of this module."""
     yield from spec.cases()
+    yield from more(spec)
     if spec.name == "linear":
         for tokens in (1, 16, 17):  # around a tile
             rng = rng_for(f"linear/tokens-{tokens}")
