@@ -1,4 +1,4 @@
-"""Cases that a fault or a mutant of the reference asked for: each is one that no other case could tell from the truth."""
+"""Cases that a fault or a mutant of the reference asked for: no other case could tell it from the truth."""
 
 from __future__ import annotations
 

@@ -121,3 +121,37 @@ def in_e4m3(x: Tensor) -> Tensor:
 def when_square(x: Tensor) -> Tensor:
     """The first two axes exchanged where that cannot be seen in the shape."""
     return x.transpose(0, 1) if x.dim() > 2 and x.shape[0] == x.shape[1] else x
+
+
+def page_of(call: Call) -> int:
+    """Tokens of a page of the call's cache."""
+    cache = next(x for x, arg in zip(call.ins, flowing(call), strict=True) if arg.kind == "state")
+    spec = cache.layout.inner.spec if hasattr(cache.layout, "inner") else cache.layout.spec
+    return int(spec.page_tokens)
+
+
+def flowing(call: Call) -> list[Any]:
+    """The inputs that a kernel gets, in order."""
+    return [arg for arg in call.op.spec.inputs if arg.kind != "weight"]
+
+
+def identity(table: Tensor) -> Tensor:
+    """Physical pages in the order of the logical ones."""
+    return torch.where(table < 0, table, torch.arange(table.numel(), device=table.device).view(table.shape) % 3)
+
+
+def first_table(table: Tensor) -> Tensor:
+    """The first sequence's pages for all, where it has as many."""
+    return torch.where((table < 0) | (table[:1] < 0), table, table[:1])
+
+
+def of_head_0(x: Tensor) -> Tensor:
+    """The first head's for all."""
+    return x[:, :1].expand_as(x).clone()
+
+
+def last_dropped(blocks: Tensor) -> Tensor:
+    """The last of two blocks and more is left out: the partly filled one."""
+    count = (blocks >= 0).sum(-1, keepdim=True)
+    at = torch.arange(blocks.shape[-1], device=blocks.device)
+    return torch.where((at == count - 1) & (count > 1), -1, blocks)

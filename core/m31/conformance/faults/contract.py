@@ -11,9 +11,8 @@ import torch
 from m31.conformance.faults.fault import Break, Fault
 from m31.errors import BackendRefused
 from m31.formats.arithmetic import NAMED
-from m31.graph import BoundGraph, DefaultPlan, Kernel, OpInstance, Refusal, StepBatch, StepClass
+from m31.graph import BoundGraph, DefaultPlan, OpInstance, Refusal, StepBatch, StepClass
 from m31.sdk.backend import ExportedPages, KVCache, LazyTensor, Session
-from m31.sdk.manifest import Manifest
 
 
 def rule(name: str, what: str, source: str, broken: str, break_: Break, catches: str = "") -> Fault:
@@ -198,10 +197,13 @@ class _Plan:
     """The straight line, made and run as a fault says."""
 
     def __init__(self, session: Session, graph: BoundGraph, step: StepClass) -> None:
-        self.graph, self.make = graph, lambda: DefaultPlan(graph, step, session.dtypes, session.device)
+        self.made_of = graph, step, session.dtypes, session.device
         self.real = self.make()
         self.first: torch.Tensor | None = None
         self.kept: list[torch.Tensor] = []
+
+    def make(self) -> DefaultPlan:
+        return DefaultPlan(*self.made_of)
 
     def run(self, batch: StepBatch, cache: Any) -> torch.Tensor:
         return self.real.run(batch, cache)
@@ -244,13 +246,7 @@ PLANS = (
         "fixed-buffers",
         Break(compile=_MadeAgain),
     ),
-    rule(
-        "plan-stale",
-        "later steps get the logits of the first",
-        "BUG-64",
-        "fixed-buffers",
-        Break(compile=_Stale),
-    ),
+    rule("plan-stale", "later steps get the logits of the first", "BUG-64", "fixed-buffers", Break(compile=_Stale)),
 )
 
 

@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m31.conformance.faults.breaks import (
-    after,
-    attrs,
-    in_bf16,
-    in_e4m3,
-    inputs,
-    instead,
-    result,
-    values,
-    when_square,
-)
+from m31.conformance.faults.breaks import after, attrs, in_bf16, in_e4m3, inputs, instead, result, values, when_square
 from m31.conformance.faults.fault import Break, Call, Fault
 from m31.graph import Arithmetic
 
@@ -291,21 +281,11 @@ PROJECTIONS = (
         inputs("linear", x=_zero_tail),
     ),
     fault(
-        "linear-last-block",
-        "the last 16 of K are not added",
-        "A12",
-        "linear",
-        "long-k",
-        inputs("linear", x=_zero_last),
+        "linear-last-block", "the last 16 of K are not added", "A12", "linear", "long-k", inputs("linear", x=_zero_last)
     ),
     fault("linear-zero-row", "the last token's row is zero", "A12", "linear", "one", result("linear", _zero_row)),
     fault(
-        "linear-zero-column",
-        "the last output channel is zero",
-        "A12",
-        "linear",
-        "one",
-        result("linear", _zero_column),
+        "linear-zero-column", "the last output channel is zero", "A12", "linear", "one", result("linear", _zero_column)
     ),
     fault(
         "linear-rotated-columns",
@@ -403,14 +383,7 @@ PROJECTIONS = (
         "ragged",
         result("linear", lambda y: y.roll(1, 0)),
     ),
-    fault(
-        "head-in-bf16",
-        "logits are rounded to BF16",
-        "MODEL §2.1",
-        "lm_head",
-        "one",
-        result("lm_head", in_bf16),
-    ),
+    fault("head-in-bf16", "logits are rounded to BF16", "MODEL §2.1", "lm_head", "one", result("lm_head", in_bf16)),
     fault(
         "head-soft-cap",
         "logits are capped, as other models' are",

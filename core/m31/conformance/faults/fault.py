@@ -227,16 +227,7 @@ class FaultySession(Session):
 
         def run(outs: Sequence[Any], ins: Sequence[Any], weights: Any, workspace: torch.Tensor | None) -> None:
             broken(
-                Call(
-                    op=op,
-                    step=step,
-                    run=real,
-                    kernel=other,
-                    outs=outs,
-                    ins=ins,
-                    weights=weights,
-                    workspace=workspace,
-                )
+                Call(op=op, step=step, run=real, kernel=other, outs=outs, ins=ins, weights=weights, workspace=workspace)
             )
 
         return run
@@ -301,7 +292,7 @@ class FaultyLayout(KVLayout):
             def export(which: Sequence[int]) -> ExportedPages:
                 return replace(real(which), layout_id=name)
 
-            cache.export = export  # type: ignore[method-assign]
+            cache.export = export  # type: ignore[method-assign, assignment]
         return self._fault.cache(cache) if self._fault.cache else cache
 
 

@@ -273,14 +273,7 @@ EXPERTS = (
         "one",
         attrs("experts", routed_scaling_factor=lambda _: 1.0),
     ),
-    fault(
-        "experts-gate-is-up",
-        "w1 and w3 are exchanged",
-        "BUG-55",
-        "experts",
-        "one",
-        slots("experts", _up_and_gate),
-    ),
+    fault("experts-gate-is-up", "w1 and w3 are exchanged", "BUG-55", "experts", "one", slots("experts", _up_and_gate)),
     fault(
         "experts-interleaved",
         "alternating rows of gate and up are read as two halves",
