@@ -249,9 +249,11 @@ def _worded(node: ast.AST) -> bool:
 
 
 def _same_place(place: _Place, made: ast.AST) -> bool:
-    """`outs[0]` and `outs[-1]`: nearly every op has one output."""
+    """`outs[0]` and `outs[-1]`: nearly every op has one; another place is tried by `outs[1]`."""
     parent = place.parent
-    named = isinstance(parent, ast.Subscript) and isinstance(parent.value, ast.Name) and parent.value.id == "outs"
+    named = (
+        isinstance(parent, ast.Subscript) and isinstance(parent.value, ast.Name) and parent.value.id in ("outs", "ins")
+    )
     return named and isinstance(made, ast.Constant) and made.value == -1
 
 
