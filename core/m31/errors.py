@@ -202,6 +202,11 @@ class ContractViolation(M31Error):
         super().__init__(f"breaks the rule '{rule}': {what}", where=where, expected=expected)
 
 
+class SuiteError(M31Error):
+    """The conformance suite contradicts itself: a criterion that nonsense passes, an id used twice. No backend is to
+    blame, and no verdict of the run counts."""
+
+
 class TrainingError(M31Error):
     """Training cannot start, continue or go on."""
 

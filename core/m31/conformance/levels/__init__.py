@@ -1,0 +1,1 @@
+"""The items of each level: modules with `items(manifest) -> Iterator[Item]`."""
