@@ -1,1 +1,1 @@
-"""The items of each level: modules with `items(manifest) -> Iterator[Item]`."""
+"""Items by level: each module has `items(manifest)`, which makes nothing but the items."""
