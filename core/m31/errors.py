@@ -203,8 +203,16 @@ class ContractViolation(M31Error):
 
 
 class SuiteError(M31Error):
-    """The conformance suite contradicts itself: a criterion that nonsense passes, an id used twice. No backend is to
-    blame, and no verdict of the run counts."""
+    """The conformance suite, or a file that it was given, contradicts itself: an id used twice, a criterion that
+    nonsense passes, a damaged record. No backend is to blame."""
+
+    exit_code = 3
+
+
+class NothingSelected(SuiteError):
+    """No item of the conformance suite was selected: nothing was judged, which is no success."""
+
+    exit_code = 2
 
 
 class TrainingError(M31Error):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from m31.cli import conform_arguments
 from m31.cli.output import Output
 
 EXIT_CODES = """exit codes:
@@ -217,6 +218,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "new-backend": ("write the package of a new backend, which passes L0 as it is", _new_backend),
     "lint-backend": ("check what a backend's source names of m31, and its manifest", _lint_backend),
     "train": ("train a small model for the arithmetic that it will be served with", _train),
+    "conform": ("judge whether a backend computes this model", lambda parser: None),
 }
 
 
@@ -243,6 +245,7 @@ def build() -> tuple[Parser, dict[str, Parser]]:
     for name, (summary, fill) in COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         fill(parsers[name])
+    parsers |= conform_arguments.add(parsers["conform"], Parser)
     return top, parsers
 
 
@@ -267,7 +270,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         top.error(f"unknown command '{words[0]}'; {hint}")
     args, extra = top.parse_known_args(words)
     if extra:
-        parser = parsers[args.command]
+        parser = parsers[conform_arguments.name_of(args)]
         word = _first_flag(extra)
         if not word.startswith("-"):
             parser.error(
@@ -276,7 +279,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         flag = word.split("=", 1)[0]
         near = nearest(flag, parser.flags())
         parser.error(f"unknown flag '{flag}'" + (f"; did you mean '{near}'?" if near else ""))
-    _check(args, parsers[args.command])
+    _check(args, parsers[conform_arguments.name_of(args)])
     return args
 
 

@@ -31,6 +31,7 @@ _MODULES = {
     "train": "m31.cli.train",
     "new-backend": "m31.cli.new_backend",
     "lint-backend": "m31.cli.lint_backend",
+    "conform": "m31.cli.conform",
 }
 
 
