@@ -197,6 +197,16 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _new_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the backend: lower case, digits and hyphens")
+    parser.add_argument("--dir", metavar="DIR", help="folder to create (default: m31-NAME-backend)")
+
+
+def _lint_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="project folder, or package folder, of a backend")
+    parser.add_argument("--json", action="store_true", help="write one JSON document")
+
+
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "run": ("generate text from a prompt", _run),
     "chat": ("talk to a model", _chat),
@@ -205,6 +215,8 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "convert": ("write a checkpoint in another format", _convert),
     "explain": ("show which kernel runs which op, and why", _explain),
     "demo": ("write a small checkpoint with random weights", _demo),
+    "new-backend": ("write the package of a new backend, which passes L0 as it is", _new_backend),
+    "lint-backend": ("check what a backend's source names of m31, and its manifest", _lint_backend),
     "train": ("train a small model for the arithmetic that it will be served with", _train),
     "conform": ("judge whether a backend computes this model", lambda parser: None),
 }

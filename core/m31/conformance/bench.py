@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from m31 import sdk
 from m31.conformance import synthetic
@@ -15,6 +15,8 @@ from m31.sdk.serving import Serving
 
 if TYPE_CHECKING:
     from m31.engine.model import Model
+
+T = TypeVar("T")
 
 
 class Bench:
@@ -45,6 +47,7 @@ class Bench:
         self.manifest: Manifest = manifest
         self.device, self.options, self.scratch = device, dict(options or {}), scratch
         self._opened: dict[tuple[str | None, str | None], Serving] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def serving(self, dtype: str | None = None, arithmetic: str | None = None) -> Serving:
         """The backend beside what its ops fall back on. None is its first dtype or arithmetic."""
@@ -58,6 +61,13 @@ class Bench:
     def session(self, dtype: str | None = None, arithmetic: str | None = None) -> Session:
         """The backend itself."""
         return self.serving(dtype, arithmetic).session
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made when it is first asked for: what several items compare with."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def claims(self, op: str) -> bool:
         """Whether the manifest says that the backend serves an op of the model by itself."""

@@ -23,11 +23,18 @@ RULES = {
     "limits": "a session serves at most what its manifest declares",
     "layout-id": "pages of another layout id, version included, are refused, and nothing is written",
     "extra-outputs": "a plan of a graph with extras gives their values of its last run",
+    "claims": "a manifest claims what is there, and an op runs elsewhere only where the manifest says so",
+    "refusals": "what is not served is refused by name, before anything is computed",
+    "pages": "pages give back what was written to them, whatever else happens to other pages",
+    "order": "the same tokens give the same logits, in whatever steps, pages and company they are computed",
+    "determinism": "what the manifest declares to be equal bit for bit is",
+    "drafts": "a text does not depend on what was drafted for it",
+    "agreement": "a model gives what the reference gives under the same arithmetic",
 }
 """Name -> what it asks. `opened`, `limits` and `prepared-at-load` are checked wherever a checkpoint is opened and run,
 `extra-outputs` where the engine drafts. Two more are enforced where they apply: a fusion that does not match as often
 as the model has its body is refused by the fuse pass, and an op falls back only if the manifest lists it
-(`m31.sdk.Serving`)."""
+(`m31.sdk.Serving`). From `claims` on the suite's levels check them (`m31.conformance.levels`)."""
 
 __all__ = [
     "RULES",

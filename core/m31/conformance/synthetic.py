@@ -7,6 +7,7 @@ Heads have 128 channels and blocks 128 tokens, as in the published model: a kern
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,68 @@ def write(folder: Path, name: str) -> None:
     generation = {"bos_token_id": raw["bos_token_id"], "eos_token_id": raw["eos_token_id"]}
     files = demo.tokenizer_files(VOCAB_SIZE) | {"generation_config.json": json.dumps(generation, indent=2).encode()}
     writer.write(folder, raw, tensors, max_shard_bytes=1 << 30, extra_files=files)
+
+
+def draft_config(block: int) -> dict[str, Any]:
+    """`dspark/config.json` of a head for the model of `config` (MODEL.md §1.5), unquantised.
+
+    Args:
+        block: tokens drafted in one pass.
+    """
+    from m31.text import demo
+
+    special, target = demo.special_ids(), config()
+    layers = [0, target["num_hidden_layers"] - 1]
+    same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim", "rope_theta")
+    same += ("rms_norm_eps", "vocab_size", "dense_intermediate_size", "swiglu_alpha", "swiglu_limit", "use_gemma_norm")
+    return {name: target[name] for name in same} | {
+        "architectures": ["DSparkMiniMaxDraftModel"],
+        "num_hidden_layers": 1,
+        "dspark_ffn_hidden_size": target["dense_intermediate_size"],
+        "dspark_use_dense_ffn": True,
+        "sliding_window": 256,
+        "layer_types": ["sliding_attention"],
+        "dspark_block_size": block,
+        "dspark_noise_token_id": special["[e~["],
+        "dspark_target_layer_ids": layers,
+        "dspark_markov_rank": 16,
+        "dspark_markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "dflash_config": {
+            "num_target_layers": target["num_hidden_layers"],
+            "num_hidden_layers": 1,
+            "target_layer_ids": layers,
+        },
+    }
+
+
+def write_with_draft(folder: Path, name: str, block: int) -> None:
+    """`write`, and a draft head beside it that drafts up to `block` tokens.
+
+    Raises:
+        RequestError, CheckpointError: see `write`.
+    """
+    import torch
+
+    from m31.checkpoint.draft import FOLDER, expected_draft
+    from m31.checkpoint.header import encode_header
+    from m31.config.draft import parse_draft
+
+    write(folder, name)
+    raw = draft_config(block)
+    entries: dict[str, dict[str, Any]] = {}
+    body = b""
+    for at, (tensor, decl) in enumerate(expected_draft(parse_draft(raw, where=FOLDER)).items()):
+        made = torch.Generator().manual_seed(SEED + at)
+        values = torch.randn(decl.shape, generator=made) / math.sqrt(decl.shape[-1])
+        stored = values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        entries[tensor] = {
+            "dtype": "BF16",
+            "shape": list(decl.shape),
+            "data_offsets": [len(body), len(body) + len(stored)],
+        }
+        body += stored
+    (folder / FOLDER).mkdir()
+    (folder / FOLDER / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
+    (folder / FOLDER / "model.safetensors").write_bytes(encode_header(entries, {}) + body)

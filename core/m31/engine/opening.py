@@ -247,7 +247,7 @@ def open_model(
         return stored_as(tensor(name))
 
     taps = () if head is None else head.config.target_layer_ids
-    graph = trace(text, _rounding(session, spec), stored, (kv_format, index_format), taps)
+    graph = trace(text, rounding_of(session, spec), stored, (kv_format, index_format), taps)
     _check_stored(graph, manifest)
     weights = whole(serving, tensor)
     compiler = Compiler(serving, graph, text, weights)
@@ -256,7 +256,7 @@ def open_model(
         exact = session.numerics.same_numbers(NAMED["exact"])
         own = KVSpec.of_draft(head.config, spec, _compute(session) if exact else "bfloat16")
         pages = own.kv_format, own.index_format
-        graphs = trace_draft(head.config, _rounding(session, own), stored, pages)
+        graphs = trace_draft(head.config, rounding_of(session, own), stored, pages)
         for part in (graphs.context, graphs.block, graphs.markov):
             _check_stored(part, manifest)
         opened = OpenedDraft(head.config, own, DraftCompilers(graphs, serving, weights, draft))
@@ -339,7 +339,7 @@ def _compute(session: Session) -> KVFormat:
     return "float64" if name == "float64" else "float32" if name == "float32" else "bfloat16"
 
 
-def _rounding(session: Session, spec: KVSpec) -> Rounding:
+def rounding_of(session: Session, spec: KVSpec) -> Rounding:
     """What the graph rounds to BF16 before it is quantised; nothing where activations are BF16 already."""
     if str(session.dtypes["model"]) == "torch.bfloat16":
         return NO_ROUNDING

@@ -100,6 +100,14 @@ class DeclaredLimits(_Strict):
     tensor_parallel: Positive  # ranks that one model is spread over
 
 
+class Determinism(_Strict):
+    """Where results are equal bit for bit, at one step class's kernels on one machine. Tested as declared."""
+
+    run_to_run: bool  # the same steps again
+    batch_invariant: bool  # a sequence in whatever company
+    chunk_invariant: bool  # a prompt in whatever pieces, and one token at a time
+
+
 class Manifest(_Strict):
     """A parsed, validated `backend.toml`. Units: tokens and counts; versions are strings as `packaging` reads them."""
 
@@ -114,6 +122,7 @@ class Manifest(_Strict):
     fallback: tuple[OpName, ...]
     arithmetic: Literal["all"] | Annotated[tuple[str, ...], Field(min_length=1)]  # names of m31.formats.arithmetic
     options: tuple[Option, ...]  # of `Backend.open`, that it takes
+    determinism: Determinism | None = None  # None promises nothing (API 1.1)
     probe: Target | None = None  # "module:function", run in a child process
     device: DeviceMatch
     packages: dict[str, str]  # distribution -> minimum version

@@ -1,0 +1,1 @@
+"""Items by level: each module has `items(manifest)`, which makes nothing but the items."""
