@@ -154,6 +154,14 @@ def endless(bench: Bench) -> Evidence:
     return hang(bench)
 
 
+def deadly(manifest: Manifest, level: Level, checkpoint: Path | None) -> Iterator[Item]:
+    """One item that passes, and then only such as end their process."""
+    if level == "L0":
+        yield item("L0/a/fine")
+        for number in range(30):
+            yield item(f"L0/deadly/{number}", lambda bench: os._exit(9))
+
+
 def odd_claims(manifest: Manifest, level: Level, checkpoint: Path | None) -> Iterator[Item]:
     """One item that exercises nothing."""
     if level == "L0":

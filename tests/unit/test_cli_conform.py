@@ -17,7 +17,7 @@ from m31.cli.main import main
 from m31.cli.output import Output
 from m31.conformance import catalog
 from m31.conformance.item import Result
-from m31.conformance.running import journal
+from m31.conformance.running import journal, pool
 from m31.conformance.running.runner import Progress
 from m31.conformance.running.setup import DEFAULT_LEVEL, TIMEOUT
 
@@ -122,6 +122,19 @@ def test_a_run_from_the_command_line(
     }
     assert main(["conform", "pack", str(folder)]) == 3
     assert "of a selection" in capsys.readouterr().err
+
+
+def test_a_device_that_no_item_survives_ends_the_run_with_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conform, "SOURCE", f"{HERE}:deadly")
+    monkeypatch.setattr(pool, "LOST_IN_A_ROW", 2)
+    out = tmp_path / "out"
+    assert main(["conform", "run", "--backend", "reference", "--level", "L0", "--out", str(out)]) == 3
+    said = capsys.readouterr()
+    assert "L0  1 passed, 2 failed" in said.out
+    assert "the last 2 items all crashed or hung" in said.err
+    assert json.loads((out / "report.json").read_text())["complete"] is False
 
 
 def test_reports_are_made_again_with_the_exit_code_of_the_run(

@@ -94,7 +94,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     Raises: BackendError when the backend cannot be used here, SuiteError for the files that were given.
     """
-    from m31.conformance.running import runner
+    from m31.conformance.running import journal, runner
+    from m31.conformance.running.pool import WorkerFailed
     from m31.conformance.running.setup import TIMEOUT, Setup
 
     setup = Setup(
@@ -114,6 +115,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     shown = Bar(out)
     try:
         found = runner.run(planned, folder, record=args.record is not None, watch=shown)
+    except WorkerFailed:
+        partial = journal.read(folder)
+        if partial.results:  # what was found before is worth reading
+            _conclude(partial, folder, out)
+        raise
     finally:
         shown.clear()
     return _conclude(found, folder, out)

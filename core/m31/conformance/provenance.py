@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import m31
-
 if TYPE_CHECKING:
     from m31.sdk.manifest import Manifest
 
@@ -84,8 +82,8 @@ def software(packages: Sequence[str] = ()) -> dict[str, Any]:
     """Versions of what computes."""
     names = dict.fromkeys(("torch", "numpy", *packages))
     return {
-        "m31": m31.__version__,
-        "checkout": checkout(Path(m31.__file__).parent),
+        "m31": sys.modules["m31"].__version__,  # the package that this module is of; no room imports it
+        "checkout": checkout(Path(__file__).parents[1]),
         "suite": SUITE_VERSION,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in names},

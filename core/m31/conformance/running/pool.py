@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0  # importing a framework from a cold disk takes its time
 _LOG_CHARACTERS = 1500
 CRASHED, HUNG = "WorkerCrashed", "TimedOut"
+LOST_IN_A_ROW = 20
+"""Items that may crash or hang one after the other. Then it is the device, and each more costs a new process."""
 
 
 class WorkerFailed(BackendLoadFailed):
-    """No process with the backend could be started; nothing can be run. `exit_code` is that of its own error."""
+    """No process with the backend lives; nothing more can be run. `exit_code` is that of its own error."""
 
     def __init__(self, what: str, *, where: str, exit_code: int = BackendLoadFailed.exit_code) -> None:
         super().__init__(what, where=where)
@@ -106,7 +108,7 @@ class Pool:
         }
         self._workers: list[_Worker] = []
         self._selector = selectors.DefaultSelector()
-        self._started = 0
+        self._started = self._lost = 0
 
     def run(self, items: list[Item], done: Callable[[Result], bool]) -> bool:
         """Run items; the long ones first if there are several processes.
@@ -118,7 +120,7 @@ class Pool:
         Returns: whether it ran to the end; what was running when it was stopped is told of as `interrupted`.
 
         Raises:
-            WorkerFailed: no process with the backend could be started.
+            WorkerFailed: no process with the backend could be started, or none lives through an item.
             KeyboardInterrupt: after telling of what was running.
         """
         waiting = deque(sorted(items, key=lambda item: -item.seconds) if self._setup.jobs > 1 else items)
@@ -143,13 +145,15 @@ class Pool:
             for worker in self._workers:
                 if worker.ready and worker.item is None and waiting:
                     self._give(worker, waiting.popleft())
-            for key, _ in self._selector.select(self._patience()):
-                for result in self._hear(key.data):
-                    if not done(result):
-                        return False
-            for worker in [w for w in self._workers if self._overdue(w)]:
-                if not done(self._overtime(worker)):
+            heard = [r for key, _ in self._selector.select(self._patience()) for r in self._hear(key.data)]
+            heard += [self._overtime(worker) for worker in self._workers.copy() if self._overdue(worker)]
+            for result in heard:
+                if not done(result):
                     return False
+                self._lost = self._lost + 1 if result.error in (CRASHED, HUNG) else 0
+                if self._lost == LOST_IN_A_ROW:
+                    what = f"the last {LOST_IN_A_ROW} items all crashed or hung, the last one so: {result.message}"
+                    raise WorkerFailed(what, where=self._setup.backend)
         return True
 
     def _start(self, scratch: Path) -> None:
