@@ -203,8 +203,10 @@ class ContractViolation(M31Error):
 
 
 class SuiteError(M31Error):
-    """The conformance suite contradicts itself: a criterion that nonsense passes, an id used twice. No backend is to
-    blame, and no verdict of the run counts."""
+    """The conformance suite, or a file that it was given, contradicts itself: an id used twice, a criterion that
+    nonsense passes, a damaged record. No backend is to blame."""
+
+    exit_code = 3
 
 
 class TrainingError(M31Error):
