@@ -75,4 +75,6 @@ class CpuBackend(Backend):
         """See `Backend.open`. Takes no options: experts are read in place, so there is nothing to keep decoded."""
         if device not in (None, "cpu"):
             raise BackendRefused(f"device '{device}' is not served", where="backend cpu", expected="cpu")
+        if world != 1:
+            raise BackendRefused(f"a world of {world} ranks is not served", where="backend cpu", expected="1")
         return CpuSession(arithmetic)

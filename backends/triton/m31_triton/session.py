@@ -170,6 +170,8 @@ class TritonBackend(Backend):
         options: Mapping[str, int],
     ) -> TritonSession:
         """See `Backend.open`."""
+        if world != 1:
+            raise BackendRefused(f"a world of {world} ranks is not served", where="backend triton", expected="1")
         try:
             target = torch.device(device or "cpu")
             torch.ones(1, device=target).item()  # the meta device has no values

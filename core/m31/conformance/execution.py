@@ -151,11 +151,8 @@ def execute(session: Session, owner: Session, run: Run, kernel: Kernel) -> Evide
     declared = kernel.arithmetic
     facts = {
         "kernel": kernel.name,
-        "arithmetic": {
-            "operands": declared.operands,
-            "accumulate": declared.accumulate,
-            "output": declared.output,
-        },
+        "arithmetic": f"{declared.operands}, accumulated in {declared.accumulate}, written in {declared.output}",
+        "declared": [declared.operands, declared.accumulate, declared.output],
         "grid": str(grid).removeprefix("torch."),
         "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in session.dtypes.items()},
         "label": run.label,
@@ -172,7 +169,7 @@ def judge_case(run: Run, evidence: Evidence) -> tuple[Verdict, str | None]:
         SuiteError: the case lets nonsense through.
     """
     spec, case = run.spec, run.case
-    arithmetic = Arithmetic(**evidence.facts["arithmetic"])
+    arithmetic = Arithmetic(*evidence.facts["declared"])
     where = f"kernel {evidence.facts['kernel']}, case {run.label}"
     grid = getattr(torch, evidence.facts["grid"])
     before = _state(evidence, "before") if case.state else {}

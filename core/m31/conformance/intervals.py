@@ -113,14 +113,16 @@ def _int8_page(x: F64, error: F64) -> Pair:
     """The scale is any float32: a value is a code of one or two, times a scale that may be a little off."""
     low, amax, high = (np.maximum(v[..., 0], 2.0**-140) / int8.MAX for v in _amax(x, error, x.shape[-1]))
     centre = stored("int8", x)
-    width = np.where(high > low, np.abs(centre) * 2.0**-23, 0)
-    slack = np.abs(x) * np.where(high > low, 2.0**-22, 0)  # of a quotient in float32, beside the middle of two codes
+    known = (error == 0) & (high == low)
+    width = np.zeros_like(x)
+    slack = np.abs(x) * 2.0**-22  # of a quotient in float32, beside the middle of two codes
     for scale in (low, amax, high):
         for other in (low, amax, high):
             for end in (x - error - slack, x + error + slack):
                 made = np.clip(np.round(end / scale), -int8.MAX, int8.MAX) * other
-                width = np.maximum(width, np.where(high > low, np.abs(made - centre), 0))
-    return centre, width
+                width = np.maximum(width, np.abs(made - centre))
+    # The scale and its product with a code are rounded to float32.
+    return centre, np.where(known, 0, width + 2.0**-22 * np.abs(centre))
 
 
 def through_pages(form: str, x: F64, error: F64) -> Pair:

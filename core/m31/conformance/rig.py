@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from m31.conformance.bench import Bench
-from m31.conformance.bounds import CONSTANT, roundoff, unit
+from m31.conformance.bounds import CONSTANT, roundoff
 from m31.conformance.item import NotRun
 from m31.engine.api import CHUNK_TOKENS, STEPS
 from m31.engine.compiler import MIN_PAGES, Compiler, bucket
@@ -21,15 +21,14 @@ from m31.engine.drafting import Drafter
 from m31.engine.engine import Engine
 from m31.engine.opening import Opened, open_model, rounding_of
 from m31.errors import BackendRefused, NoKernel
-from m31.graph import Kernel, ModelGraph, OpInstance, StepClass, trace
-from m31.ops import StateType
+from m31.graph import Kernel, ModelGraph, OpInstance, StepBatch, StepClass, trace, unfused
+from m31.ops import ALL, StateType
 from m31.ops.body import FusedOp
 from m31.sdk.backend import KVCache, KVLayout, stored_as
 
 F32 = NDArray[np.float32]
-Kind = Literal["decode", "verify", "mixed"]
 _MOST = 0.25
-_STORED = {"fp8": "e4m3", "nvfp4": "e2m1", "int8": "bfloat16"}  # pages -> a format of the same precision, near enough
+_ELEMENTS = {"fp8": "e4m3", "nvfp4": "e2m1", "mxfp8": "e4m3", "e4m3": "e4m3", "int8": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +141,25 @@ class Rig:
         given = list(pages) if pages is not None else [self._free.pop() for _ in range(need)]
         return Run(tuple(tokens), given)
 
-    def step(self, *parts: Part, verify: bool = False) -> list[F32]:
-        """One forward step; logits of every token of every part [count, V], in float32. The tokens of `Part.tokens`
-        are written to the pages and do not count as done."""
+    def step_class(self, parts: Sequence[Part], *, kind: str | None = None, rows: int | None = None) -> StepClass:
+        """The class in which these parts fit; `kind` is `decode` where every part is one token, else `mixed`."""
+        counts = [part.count for part in parts]
+        kind = kind or ("decode" if set(counts) == {1} else "mixed")
+        return StepClass(
+            kind=kind,  # type: ignore[arg-type]
+            q_len=0 if kind == "mixed" else counts[0],
+            tokens=bucket(sum(counts)),
+            seqs=bucket(len(parts)),
+            rows=bucket(sum(counts) if rows is None else rows),
+            pages=max(MIN_PAGES, bucket(max(self._used(part) for part in parts))),
+        )
+
+    def _used(self, part: Part) -> int:
+        """Pages that a part's sequence has after it."""
+        return -(-(part.run.done + part.count) // self.page_tokens)
+
+    def batch(self, parts: Sequence[Part], step: StepClass, into: StepBatch | None = None) -> StepBatch:
+        """The buffers of a step over these parts; every token gets logits."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -154,32 +169,27 @@ class Rig:
             span = range(start, start + part.count)
             positions += span
             slots += [run.pages[at // self.page_tokens] * self.page_tokens + at % self.page_tokens for at in span]
-        counts = [part.count for part in parts]
-        kind: Kind = "verify" if verify else "decode" if set(counts) == {1} else "mixed"
-        ends = [part.run.done + part.count for part in parts]
-        tables = [p.run.pages[: -(-end // self.page_tokens)] for p, end in zip(parts, ends, strict=True)]
-        step = StepClass(
-            kind=kind,
-            q_len=0 if kind == "mixed" else counts[0],
-            tokens=bucket(len(tokens)),
-            seqs=bucket(len(parts)),
-            rows=bucket(len(tokens)),
-            pages=max(MIN_PAGES, bucket(max(map(len, tables)))),
-        )
-        plan, batch, _ = self.compiler.plan(step)
+        batch = into or StepBatch.allocate(step, self.serving.session.device)
         batch.fill(
             tokens=tokens,
             positions=positions,
-            q_lens=counts,
-            seq_lens=ends,
+            q_lens=[part.count for part in parts],
+            seq_lens=[part.run.done + part.count for part in parts],
             slot_map=slots,
-            page_table=tables,
+            page_table=[part.run.pages[: self._used(part)] for part in parts],
             out_rows=range(len(tokens)),
         )
-        logits = plan.run(batch, self.cache).float().cpu().numpy().copy()
+        return batch
+
+    def step(self, *parts: Part, verify: bool = False) -> list[F32]:
+        """One forward step; logits of every token of every part [count, V], in float32. The tokens of `Part.tokens`
+        are written to the pages and do not count as done."""
+        step = self.step_class(parts, kind="verify" if verify else None)
+        plan, batch, _ = self.compiler.plan(step)
+        logits = plan.run(self.batch(parts, step, batch), self.cache).float().cpu().numpy().copy()
         for part in parts:
             part.run.done += 0 if part.tokens else part.count
-        return np.split(logits, np.cumsum(counts)[:-1])
+        return np.split(logits, np.cumsum([part.count for part in parts])[:-1])
 
     def feed(self, run: Run, *counts: int) -> F32:
         """The run's next tokens in steps of these sizes, then the rest in steps as large as the engine's."""
@@ -226,6 +236,18 @@ class Rig:
         square = sum(x * x for x in fine)
         return float(min(CONSTANT * math.sqrt(square + math.sqrt(square) * sum(steps)), _MOST))
 
+    def noise(self) -> dict[str, float]:
+        """By name of the op, what its kernels round off, relative to the result: the coarsest place counts."""
+        compute = str(self.serving.session.dtypes["model"]).removeprefix("torch.")
+        found: dict[str, float] = {}
+        for op, served in self.assigned:
+            parts = unfused(op).graph.calls if isinstance(op.spec, FusedOp) else ()
+            rounded = _rounding(op, served.kernel, compute)[0]
+            for name in [part.op.spec.name for part in parts] or [op.spec.name]:
+                if ALL[name].criterion != "exact":
+                    found[name] = max(found.get(name, 0.0), rounded)
+        return found
+
     def facts(self) -> dict[str, Any]:
         """Of the evidence: bound and kernels."""
         kernels = {op.spec.name: found.kernel for op, found in self.assigned}
@@ -244,15 +266,21 @@ def _rounding(op: OpInstance, kernel: Kernel, compute: str) -> tuple[float, floa
     for value in op.outputs:
         if isinstance(value, StateType):
             stored = value.index_format if op.spec.name == "index_write" else value.kv_format
-            step = max(step, roundoff(_STORED.get(stored, stored)))
+            step = max(step, roundoff(_plain(stored)))
     if op.spec.criterion == "exact" and not isinstance(op.spec, FusedOp):
         return 0.0, step
     found = kernel.arithmetic
     widths = [n for value in op.inputs for n in getattr(value, "shape", ()) if isinstance(n, int)]
     widths += [n for decl in op.slots.values() for n in decl.shape[-1:]]
     walk = math.sqrt(max(widths, default=1)) * roundoff(found.accumulate)
-    operands = unit(found, 1, given=compute) - CONSTANT * roundoff(found.accumulate)
-    return walk + roundoff(found.output), max(step, operands)
+    operands = [roundoff(_plain(name)) for name in found.operands.replace(", ", "*").split("*")]
+    coarser = [size for size in operands if size > roundoff(compute)]
+    return walk + roundoff(found.output), max(step, sum(sorted(coarser)[-2:]))
+
+
+def _plain(name: str) -> str:
+    """A format of elements with the precision of a named way of quantising, such as `nvfp4-token`."""
+    return next((element for start, element in _ELEMENTS.items() if name.startswith(start)), name)
 
 
 def verifying(q_len: int) -> StepClass:

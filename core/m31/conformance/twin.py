@@ -1,4 +1,4 @@
-"""The definition of an op whose kernel declares that it quantises what it multiplies: the same quantisation, in float64.
+"""The definition of an op whose kernel declares that it quantises what it multiplies: it quantises the same, in float64.
 
 A kernel that declares `mxfp8*float32` is not given more room: it is compared with a definition that quantises the same
 values (MODEL.md §3.1, §3.2, §3.4) by the encoders of `m31.formats`. Inputs are exact, so their codes are; what a kernel
@@ -62,7 +62,7 @@ def quantises(arithmetic: Arithmetic) -> bool:
 def unknown(op: str, arithmetic: Arithmetic) -> str | None:
     """Why there is no twin of a kernel of an op, or None."""
     taken = {"linear": (tuple(INPUTS),), "experts": (tuple(INPUTS), _MIDDLE)}
-    taken |= {name: (("e4m3",), ("e4m3",)) for name in READERS}
+    taken |= dict.fromkeys(READERS, (("e4m3",), ("e4m3",)))
     for at, product in enumerate(products(arithmetic)):
         plain = product.activation in KNOWN and product.activation not in _DECODED
         known = taken[op][at] if at < len(taken.get(op, ())) else ()

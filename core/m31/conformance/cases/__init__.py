@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,8 @@ _QUANTISED = {
 def planned(spec: OpSpec) -> Iterator[Planned]:
     """All cases of an op: its own, then those of this package. Nothing of the latter is made before it is built."""
     for case in spec.cases():
-        matrices, features = last_axes(case, spec)
-        yield Planned(case.id, lambda name=case.id: _own(spec, name), attributes_of(spec, case), matrices, features)
+        matrices, channels = last_axes(case, spec)
+        yield Planned(case.id, partial(_own, spec, case.id), attributes_of(spec, case), matrices, channels, own=True)
     for table in (MATRICES, ATTENTION, PLAIN, FOUND):
         yield from table.get(spec.name, ())
 

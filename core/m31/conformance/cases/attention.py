@@ -75,7 +75,8 @@ def _attention(op: str, name: str) -> Case:
     if op == "block_scores":
         return Case(f"{op}/{name}", {"layer": 0}, inputs, {(0, "index"): _vectors(pages(rng, b, page, dim), kind)})
     state: dict[tuple[int, str], Any] = {
-        (0, part): pages(rng, b, page, kv_heads, dim) if part == "v" and kind in ("equal-keys", "saturating")
+        (0, part): pages(rng, b, page, kv_heads, dim)
+        if part == "v" and kind in ("equal-keys", "saturating")
         else _vectors(pages(rng, b, page, kv_heads, dim), kind)
         for part in ("k", "v")
     }

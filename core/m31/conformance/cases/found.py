@@ -14,12 +14,6 @@ from m31.ops.cases import batch, pages, rng_for
 _CONTEXT = ("positions", "cu_q", "seq_lens", "page_table")
 
 
-def _gather() -> Case:
-    rng = rng_for("gather_rows/any-order")
-    rows = np.asarray([8, 0, 3, 3, 1], np.int64)
-    return Case("gather_rows/any-order", {}, {"x": rng.standard_normal((9, 16)), "rows": rows})
-
-
 def _attention(op: str, case: str, tokens: int, scale: float) -> Case:
     name = f"{op}/{case}"
     rng = rng_for(name)
@@ -51,8 +45,6 @@ def _planned(op: str, case: str, values: str, build: Any, vector: int, **sizes: 
 
 
 FOUND: dict[str, list[Planned]] = {
-    # rows come in any order, and twice: all other cases ask for ascending ones (fault rows-ascending)
-    "gather_rows": [_planned("gather_rows", "any-order", "ordinary", _gather, 0, tokens=9, rows=5)],
     **{
         op: [
             # four tokens and four heads: the ambiguous shape of BUG-1 (faults dense-, sparse-heads-for-tokens)

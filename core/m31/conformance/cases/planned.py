@@ -24,6 +24,7 @@ class Planned:
         attributes: what it exercises, see `attributes_of`; `values` says what is special about its numbers.
         matrices: the last axis of each matrix among its weights; None if there are no weights.
         vector: channels of a vector in its pages; 0 without pages.
+        own: of the op's own cases.
         real: of sizes that kernels are made for: served in every format, and by every arithmetic.
         seconds: what it costs, roughly.
     """
@@ -33,6 +34,7 @@ class Planned:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     matrices: tuple[int, ...] | None = None
     vector: int = 0
+    own: bool = False
     real: bool = False
     seconds: float = 0.02
 
