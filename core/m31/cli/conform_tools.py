@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from m31.cli.output import Output
+
+SMALL = "random-m31"
+"""The checkpoint of `bisect` unless one is given: random weights in the formats of the published model."""
 
 
 def selftest(args: argparse.Namespace, out: Output) -> int:
@@ -17,12 +18,12 @@ def selftest(args: argparse.Namespace, out: Output) -> int:
     Raises: BackendError when the backend cannot be used here, NothingSelected when no fault was selected.
     """
     from m31 import sdk
+    from m31.conformance import faults
     from m31.conformance.catalog import collect
     from m31.conformance.expression import select
     from m31.conformance.running.setup import backend_of
     from m31.errors import NothingSelected
 
-    faults: Any = import_module("m31.conformance.faults")
     chosen = list(faults.FAULTS)
     if args.k is not None:
         names = set(select([fault.name for fault in chosen], args.k))
@@ -43,8 +44,43 @@ def selftest(args: argparse.Namespace, out: Output) -> int:
 
 
 def bisect(args: argparse.Namespace, out: Output) -> int:
-    """Compare two backends layer by layer; 1 if one op is outside its bound.
+    """Compare two backends layer by layer; 1 if an op is outside its bound.
 
-    Raises: BackendError when one of them cannot be used here.
+    Raises: BackendError when one of them cannot be used here, RequestError when they do not serve the checkpoint.
     """
-    raise AssertionError
+    from m31.conformance.bench import Bench
+    from m31.conformance.bisect import bisect as compare
+    from m31.conformance.item import NotRun
+    from m31.conformance.running.setup import backend_of
+    from m31.errors import RequestError
+
+    with tempfile.TemporaryDirectory(prefix="m31-conformance-") as scratch:
+        benches = [
+            Bench(backend_of(name), device=device, scratch=Path(scratch))
+            for name, device in ((args.backend, args.device), (args.against, None))
+        ]
+        folder = Path(args.checkpoint) if args.checkpoint else benches[0].checkpoint(SMALL)
+        try:
+            found = compare(*benches, folder, _ids(folder, args.prompt))
+        except NotRun as reason:
+            raise RequestError(
+                f"the two cannot be compared: {reason}", where=str(folder), fix="choose another --checkpoint"
+            ) from reason
+    table = found.table()
+    out.line(table)
+    if args.out is not None:
+        where = Path(args.out)
+        where.mkdir(parents=True, exist_ok=True)
+        (where / "bisect.txt").write_text(table + "\n", encoding="utf-8")
+        (where / "bisect.svg").write_text(found.svg(), encoding="utf-8")
+        out.note(f"wrote {where / 'bisect.txt'} and {where / 'bisect.svg'}")
+    return 0 if found.first is None else 1
+
+
+def _ids(folder: Path, prompt: str) -> list[int]:
+    """The tokens of a prompt, with the tokenizer of the checkpoint and no template."""
+    from m31 import config
+    from m31.text.tokenizer import Tokenizer
+
+    text = config.load(folder).text
+    return Tokenizer.load(folder, vocab_size=text.vocab_size).encode(prompt, special=False)

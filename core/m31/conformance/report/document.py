@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
@@ -67,14 +68,30 @@ def coverage(run: Run) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
         given = {**result.attributes, **({"format": result.format} if result.format else {})}
         for attribute, value in given.items():
             for one in value if isinstance(value, (list, tuple)) else (value,):
-                key = one if isinstance(one, str) else json.dumps(one)
-                cell = found[result.subject][attribute].setdefault(key, {"passed": 0, "items": 0})
+                cell = found[result.subject][attribute].setdefault(_key(one), {"passed": 0, "items": 0})
                 cell["items"] += 1
                 cell["passed"] += result.outcome == "passed"
+    if run.header["setup"]["expression"] is None:  # of a selection, what it left out is no news
+        for subject, attribute, value in _declared(run, found):
+            found[subject][attribute].setdefault(_key(value), {"passed": 0, "items": 0})
     return {
         subject: {name: dict(sorted(values.items(), key=_natural)) for name, values in sorted(attributes.items())}
         for subject, attributes in found.items()
     }
+
+
+def _declared(run: Run, subjects: Iterable[str]) -> list[tuple[str, str, Any]]:
+    """The values that matter, by `levels.coverage`, of the ops that were asked for at all."""
+    from m31.conformance.levels.coverage import SPACE, space_of
+    from m31.sdk.manifest import Manifest
+
+    manifest = Manifest.model_validate_json(json.dumps(run.header["manifest"]))
+    ops = [subject for subject in subjects if subject in SPACE]
+    return [(op, name, value) for op in ops for name, values in space_of(op, manifest).items() for value in values]
+
+
+def _key(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _natural(entry: tuple[str, Any]) -> tuple[int, float, str]:

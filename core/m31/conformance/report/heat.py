@@ -37,6 +37,9 @@ Rows = dict[str, dict[str, Results]]
 FORMATS = ("", "float64", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp8", "nvfp4")
 """The order of columns; others follow in the order of the catalog."""
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+MOST = 7
+"""Columns of a table; what a level has beyond the formats above shares the last one then."""
+OTHERS = "others"
 COLUMNS = 3
 """Side by side on the slide."""
 _HEAD_ROWS = 3  # what a table's caption, head and margin take, in rows
@@ -55,8 +58,13 @@ def class_of(result: dict[str, Any]) -> str:
 def by_level(report: dict[str, Any]) -> dict[str, Rows]:
     """Level -> subject -> format -> results, in the order of the catalog."""
     found: dict[str, dict[str, dict[str, Results]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    forms: dict[str, set[str]] = defaultdict(set)
     for result in report["results"]:
-        found[result["level"]][result["subject"]][result["format"]].append(result)
+        forms[result["level"]].add(result["format"])
+    for result in report["results"]:
+        level, form = result["level"], result["format"]
+        shared = len(forms[level]) > MOST and form not in FORMATS
+        found[level][result["subject"]][OTHERS if shared else form].append(result)
     return found
 
 
