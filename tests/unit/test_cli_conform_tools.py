@@ -74,7 +74,7 @@ def test_a_survivor_fails_the_selftest(monkeypatch: pytest.MonkeyPatch, capsys: 
         return Done()
 
     class Done:
-        ok, healthy = False, {"L1/a/b": "why"}  # noqa: RUF012
+        ok, healthy = False, {"L1/a/b": "why"}
 
         def __str__(self) -> str:
             return "one: caught\n1 faults, 0 caught"
