@@ -32,7 +32,7 @@ LEAST = 1e-12
 """Nats: divergence that rounding the logits to float32 makes."""
 MISSES = 0.02
 """The part of the rows whose choice may be another one in any case: near ties."""
-SINGLE = 24  # tokens of each text that are read one by one
+SINGLE = 6  # tokens of each text that are read one by one
 
 
 def logits(rig: Rig, prompts: Prompts) -> list[Any]:

@@ -30,8 +30,9 @@ from m31.sdk.backend import stored_as
 
 PREFILL, CACHED, VERIFIED = 300, 2304, 4
 _ROWS = (0, 1, 2, 63, 126, 127, 128, 129, 130, 200, 254, 255, 256, 257, 298, 299)
-"""Queries whose attention is judged in a prefill: the definition is slow, and pages and their edges are what differs."""
+"""Queries whose attention is judged in a prefill: the definition is slow, and the edges of pages are what differs."""
 _ENDS = -1
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PAGED = ("block_scores", "sparse_attention", "dense_attention")
 _CONTEXT = ("positions", "cu_q", "seq_lens", "page_table")
 
@@ -58,13 +59,10 @@ def layers_of(graph: ModelGraph) -> dict[int, list[Call]]:
     found: dict[int, list[Call]] = {}
     layer, last = _ENDS, max(_layers(graph), default=0)
     for call in graph.calls:
-        named = [int(m.group(1)) for d in call.op.slots.values() if (m := re.search(r"\.layers\.(\d+)\.", d.name))]
-        if named:
-            layer = named[0]
-        elif (
-            any(d.name.startswith(("model.norm", "lm_head")) for d in call.op.slots.values())
-            or call.op.spec.name == "gather_rows"
-        ):
+        name = next((decl.name for decl in call.op.slots.values()), "")
+        if match := _LAYER.search(name):
+            layer = int(match.group(1))
+        elif name.startswith(("model.norm", "lm_head")):
             layer = _ENDS
         found.setdefault(layer, []).append(call)
     assert last in found, "every layer has weights"
@@ -73,7 +71,7 @@ def layers_of(graph: ModelGraph) -> dict[int, list[Call]]:
 
 def _layers(graph: ModelGraph) -> Iterator[int]:
     for tensor in graph.tensors():
-        if match := re.search(r"\.layers\.(\d+)\.", tensor.name):
+        if match := _LAYER.search(tensor.name):
             yield int(match.group(1))
 
 
@@ -93,14 +91,14 @@ def reference_run(folder: Path, forms: Forms, ids: Sequence[int], done: int) -> 
 
 
 def reference_values(rig: Rig, run: Run, count: int, *, kind: str) -> Values:
-    """The next `count` tokens as one step of that kind, which leaves its keys and values in the pages. They do not count
-    as done: another step can be asked for at the same place."""
+    """The next `count` tokens as one step of that kind, which leaves its keys and values in the pages. They are
+    not done afterwards: another step can be asked for at the same place."""
     step = rig.step_class([Part(run, count)], kind=kind)
     bound, batch = rig.compiler.bind(step), rig.batch([Part(run, count)], step)
     data = {name: value.clone() for name, value in batch.narrowed().items()}
     session = rig.serving.session
     for call in bound.graph.calls:
-        outs, ins = _operands(call, data, bound.graph.types, rig.cache, session.dtypes, session.device, batch.size)
+        outs, ins = operands(call, data, bound.graph.types, rig.cache, session.dtypes, session.device, batch.size)
         found = bound.assigned[call.op.name].kernel
         space = torch.empty(found.workspace_bytes, dtype=torch.uint8) if found.workspace_bytes else None
         found.run(outs, ins, bound.handles.get(call.op.name), space)
@@ -108,7 +106,7 @@ def reference_values(rig: Rig, run: Run, count: int, *, kind: str) -> Values:
     return Values(data, rig, run.pages[: -(-(run.done + count) // rig.page_tokens)], step)
 
 
-def _operands(
+def operands(
     call: Call,
     data: Mapping[str, torch.Tensor],
     types: Mapping[str, ValueType],
@@ -157,7 +155,7 @@ def run_layer(bench: Bench, folder: Path, forms: Forms, layer: int, values: Valu
         found = bound.assigned[call.op.name]
         if found.by != rig.serving.name or any(isinstance(value, StateType) for value in call.op.outputs):
             continue
-        outs, ins = _operands(call, data, types, rig.cache, session.dtypes, session.device, size)
+        outs, ins = operands(call, data, types, rig.cache, session.dtypes, session.device, size)
         handle = bound.handles.get(call.op.name)
         need = found.kernel.workspace_bytes
         space = torch.empty(need, dtype=torch.uint8, device=session.device) if need else None

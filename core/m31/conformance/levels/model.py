@@ -126,4 +126,4 @@ def _folder(name: str) -> Path:
 
 
 def _prompts() -> Sequence[Sequence[int]]:
-    return (_ids(PREFILL), _ids(150)[:140])
+    return (_ids(200), _ids(90))

@@ -1,4 +1,4 @@
-"""L0, the rules of the contract (`m31.conformance.RULES`), on the weights, pages and plans of the synthetic checkpoints."""
+"""L0, the rules of the contract (`m31.conformance.RULES`), on weights, pages and plans of synthetic checkpoints."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _fixed(name: str, bench: Bench) -> str:
 
 
 def _prepared(name: str, bench: Bench) -> str:
-    """Who serves an op, and with what arithmetic, is the same at every size of one kind of step, and when asked again."""
+    """Who serves an op, and with what arithmetic, is the same at every size of a kind of step, and when asked again."""
     opened = _opened(bench, name)
     kinds = _KINDS if bench.manifest.limits.draft_tokens else ("decode", "mixed")
     looked = 0
