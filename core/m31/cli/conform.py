@@ -132,7 +132,13 @@ def judge(args: argparse.Namespace, out: Output) -> int:
     shown, folder = Bar(out), Path(args.out)
     try:
         found = runner.judge(
-            Path(args.record), folder, jobs=int(args.j), timeout=args.timeout, source=SOURCE, watch=shown
+            Path(args.record),
+            folder,
+            jobs=int(args.j),
+            timeout=args.timeout,
+            checkpoint=args.checkpoint,
+            source=SOURCE,
+            watch=shown,
         )
     finally:
         shown.clear()

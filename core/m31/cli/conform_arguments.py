@@ -81,6 +81,7 @@ def _list(parser: argparse.ArgumentParser) -> None:
 def _judge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", metavar="DIR", help="folder of a run with --record")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the reports")
+    parser.add_argument("--checkpoint", metavar="DIR", help="the recorded run's checkpoint, if it lies elsewhere here")
     _workers(parser)
 
 

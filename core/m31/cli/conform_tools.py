@@ -61,7 +61,7 @@ def bisect(args: argparse.Namespace, out: Output) -> int:
         ]
         folder = Path(args.checkpoint) if args.checkpoint else benches[0].checkpoint(SMALL)
         try:
-            found = compare(*benches, folder, _ids(folder, args.prompt))
+            found = compare(benches[0], benches[1], folder, _ids(folder, args.prompt))
         except NotRun as reason:
             raise RequestError(
                 f"the two cannot be compared: {reason}", where=str(folder), fix="choose another --checkpoint"

@@ -140,6 +140,7 @@ def judge(
     *,
     jobs: int = 1,
     timeout: float | None = None,
+    checkpoint: str | None = None,
     source: str = catalog.SOURCE,
     command: Sequence[str] = (),
     watch: Watcher | None = None,
@@ -150,6 +151,7 @@ def judge(
         recorded: the folder of a run with `record`.
         folder: gets the journal of the judged run.
         jobs, timeout: see `Setup`; the recorded run's timeout unless given.
+        checkpoint: where the real checkpoint is on this machine, if items of L4 were recorded.
         source: of the items; the record's own is not imported, since the record is somebody else's.
         command, watch: see `run`.
 
@@ -163,7 +165,7 @@ def judge(
     if not before.header.get("recorded"):
         raise SuiteError("this run was judged where it ran", where=str(recorded), expected="a run with --record")
     setup = replace(Setup.from_dict(before.header["setup"]), jobs=jobs, source=source, fail_fast=False)
-    setup = replace(setup, timeout=timeout or setup.timeout)
+    setup = replace(setup, timeout=timeout or setup.timeout, checkpoint=checkpoint or setup.checkpoint)
     manifest = Manifest.model_validate_json(_json(before.header["manifest"]))
     everything = catalog.collect(manifest, LEVELS, checkpoint=setup.folder, source=setup.source)
     if catalog.digest([item.id for item in everything]) != before.header["catalog"]:
