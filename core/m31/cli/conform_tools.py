@@ -6,9 +6,13 @@ import argparse
 import tempfile
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from m31.cli.output import Output
+
+if TYPE_CHECKING:
+    from m31.conformance.item import Item
+    from m31.sdk.manifest import Manifest
 
 
 def selftest(args: argparse.Namespace, out: Output) -> int:
@@ -34,7 +38,10 @@ def selftest(args: argparse.Namespace, out: Output) -> int:
         backend = sdk.open_backend(sdk.decide(backend))
     with tempfile.TemporaryDirectory(prefix="m31-conformance-") as scratch:
         make = faults.bench_maker(backend, Path(scratch))
-        items = collect(backend.manifest, ("L0", "L1", "L2", "L3"))
+
+        def items(manifest: Manifest) -> list[Item]:
+            return collect(manifest, ("L0", "L1", "L2", "L3"))
+
         done = faults.selftest(chosen, items, make, said=out.line)
     out.line(str(done).splitlines()[-1])
     for name, why in done.healthy.items():
