@@ -32,7 +32,7 @@ LEAST = 1e-12
 """Nats: divergence that rounding the logits to float32 makes."""
 MISSES = 0.02
 """The part of the rows whose choice may be another one in any case: near ties."""
-SINGLE = 24  # tokens of each text that are read one by one
+SINGLE = 6  # tokens of each text that are read one by one
 
 
 def logits(rig: Rig, prompts: Prompts) -> list[Any]:
@@ -71,7 +71,10 @@ def judge(where: str, folder: Path, prompts: Prompts, evidence: Evidence) -> Ver
     got = np.concatenate([evidence.arrays[f"logits.{at}"] for at in range(len(prompts))]).astype(np.float64)
     if got.shape != want.shape or not np.isfinite(got).all():
         raise ContractViolation(
-            "agreement", f"gives logits {list(got.shape)}, not all of them numbers", where=where, expected=str(want.shape)
+            "agreement",
+            f"gives logits {list(got.shape)}, not all of them numbers",
+            where=where,
+            expected=str(want.shape),
         )
     healthy, missed = apart(folder, forms, asked, tuple(sorted(facts["noise"].items())))
     divergence, allowed = float(kl(want, got).mean()), HEALTHY * max(healthy, LEAST)
@@ -89,8 +92,8 @@ def judge(where: str, folder: Path, prompts: Prompts, evidence: Evidence) -> Ver
     if not allowed < shuffled / 2:
         raise ContractViolation(
             "agreement",
-            f"declares an arithmetic under which {allowed:.3g} nats would be healthy, and other texts are {shuffled:.3g}"
-            " apart",
+            f"declares an arithmetic under which {allowed:.3g} nats would be healthy, and other texts are"
+            f" {shuffled:.3g} apart",
             where=where,
             expected="a declaration that says something about the result",
         )

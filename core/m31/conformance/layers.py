@@ -21,7 +21,7 @@ from m31.conformance import judge, oracle
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Verdict
 from m31.conformance.op_bounds import BOUNDS, Given
-from m31.conformance.rig import Forms, Part, Rig
+from m31.conformance.rig import Forms, Part, Rig, Run
 from m31.engine.opening import Opened
 from m31.errors import ContractViolation
 from m31.graph import NO_ROUNDING, Arithmetic, Call, Kernel, ModelGraph, StepClass, StepSize, trace
@@ -30,8 +30,9 @@ from m31.sdk.backend import stored_as
 
 PREFILL, CACHED, VERIFIED = 300, 2304, 4
 _ROWS = (0, 1, 2, 63, 126, 127, 128, 129, 130, 200, 254, 255, 256, 257, 298, 299)
-"""Queries whose attention is judged in a prefill: the definition is slow, and pages and their edges are what differs."""
+"""Queries whose attention is judged in a prefill: the definition is slow, and the edges of pages are what differs."""
 _ENDS = -1
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PAGED = ("block_scores", "sparse_attention", "dense_attention")
 _CONTEXT = ("positions", "cu_q", "seq_lens", "page_table")
 
@@ -58,12 +59,10 @@ def layers_of(graph: ModelGraph) -> dict[int, list[Call]]:
     found: dict[int, list[Call]] = {}
     layer, last = _ENDS, max(_layers(graph), default=0)
     for call in graph.calls:
-        named = [int(m.group(1)) for d in call.op.slots.values() if (m := re.search(r"\.layers\.(\d+)\.", d.name))]
-        if named:
-            layer = named[0]
-        elif any(d.name.startswith(("model.norm", "lm_head")) for d in call.op.slots.values()):
-            layer = _ENDS
-        elif call.op.spec.name == "gather_rows":
+        name = next((decl.name for decl in call.op.slots.values()), "")
+        if match := _LAYER.search(name):
+            layer = int(match.group(1))
+        elif name.startswith(("model.norm", "lm_head")):
             layer = _ENDS
         found.setdefault(layer, []).append(call)
     assert last in found, "every layer has weights"
@@ -72,43 +71,42 @@ def layers_of(graph: ModelGraph) -> dict[int, list[Call]]:
 
 def _layers(graph: ModelGraph) -> Iterator[int]:
     for tensor in graph.tensors():
-        if match := re.search(r"\.layers\.(\d+)\.", tensor.name):
+        if match := _LAYER.search(tensor.name):
             yield int(match.group(1))
 
 
-def reference_values(folder: Path, forms: Forms, ids: Sequence[int], count: int, *, kind: str) -> Values:
-    """The last `count` of `ids` as one step, the others before it.
+def reference_run(folder: Path, forms: Forms, ids: Sequence[int], done: int) -> tuple[Rig, Run]:
+    """A text on the reference in float64, of which the first `done` tokens are computed.
 
     Args:
-        forms: whose dtype is not looked at.
-        kind: of the step.
+        forms: pages and arithmetic; the dtype is not looked at.
     """
-    made = Rig(
-        oracle.bench(),
-        folder,
-        Forms(dtype="float64", kv=forms.kv, index=forms.index, arithmetic=forms.arithmetic),
-        pages=-(-len(ids) // 128) + 1,
-        drafted=count - 1 if kind == "verify" else 0,
-        fused=False,
-    )
-    run = made.run(ids)
-    while run.done < len(ids) - count:
-        made.step(Part(run, min(2048, len(ids) - count - run.done)))
-    data: dict[str, torch.Tensor] = {}
-    step = made.step_class([Part(run, count)], kind=kind)
-    bound, batch = made.compiler.bind(step), made.batch([Part(run, count)], step)
-    data |= {name: value.clone() for name, value in batch.narrowed().items()}
-    session = made.serving.session
+    exact = Forms(dtype="float64", kv=forms.kv, index=forms.index, arithmetic=forms.arithmetic)
+    pages = -(-len(ids) // 128) + 1
+    rig = Rig(oracle.bench(), folder, exact, pages=pages, drafted=VERIFIED - 1, fused=False)
+    run = rig.run(ids)
+    while run.done < done:
+        rig.step(Part(run, min(2048, done - run.done)))
+    return rig, run
+
+
+def reference_values(rig: Rig, run: Run, count: int, *, kind: str) -> Values:
+    """The next `count` tokens as one step of that kind, which leaves its keys and values in the pages. They are
+    not done afterwards: another step can be asked for at the same place."""
+    step = rig.step_class([Part(run, count)], kind=kind)
+    bound, batch = rig.compiler.bind(step), rig.batch([Part(run, count)], step)
+    data = {name: value.clone() for name, value in batch.narrowed().items()}
+    session = rig.serving.session
     for call in bound.graph.calls:
-        outs, ins = _operands(call, data, bound.graph.types, made.cache, session.dtypes, session.device, batch.size)
+        outs, ins = operands(call, data, bound.graph.types, rig.cache, session.dtypes, session.device, batch.size)
         found = bound.assigned[call.op.name].kernel
         space = torch.empty(found.workspace_bytes, dtype=torch.uint8) if found.workspace_bytes else None
         found.run(outs, ins, bound.handles.get(call.op.name), space)
         data |= {n: o for n, o in zip(call.writes, outs, strict=True) if isinstance(o, torch.Tensor)}
-    return Values(data, made, run.pages, step)
+    return Values(data, rig, run.pages[: -(-(run.done + count) // rig.page_tokens)], step)
 
 
-def _operands(
+def operands(
     call: Call,
     data: Mapping[str, torch.Tensor],
     types: Mapping[str, ValueType],
@@ -123,7 +121,9 @@ def _operands(
         if isinstance(value, TensorType):
             shape = [size.within(dim, dim if isinstance(dim, int) else 0) for dim in value.shape]
             dtype = dtypes[value.dtype]
-            outs.append(torch.full(shape, torch.nan if dtype.is_floating_point else -(2**40), dtype=dtype, device=device))
+            outs.append(
+                torch.full(shape, torch.nan if dtype.is_floating_point else -(2**40), dtype=dtype, device=device)
+            )
         else:
             outs.append(cache)
     ins: list[Any] = []
@@ -155,7 +155,7 @@ def run_layer(bench: Bench, folder: Path, forms: Forms, layer: int, values: Valu
         found = bound.assigned[call.op.name]
         if found.by != rig.serving.name or any(isinstance(value, StateType) for value in call.op.outputs):
             continue
-        outs, ins = _operands(call, data, types, rig.cache, session.dtypes, session.device, size)
+        outs, ins = operands(call, data, types, rig.cache, session.dtypes, session.device, size)
         handle = bound.handles.get(call.op.name)
         need = found.kernel.workspace_bytes
         space = torch.empty(need, dtype=torch.uint8, device=session.device) if need else None
@@ -249,7 +249,9 @@ def judge_layer(graph: ModelGraph, where: str, evidence: Evidence) -> Verdict:
         judge.require(call.op.spec, given, got, place, lambda value: value)
         worst = max(worst, _margin(call.op.spec, given, got, entry["op"], worst.note), key=lambda v: v.margin or 0.0)
     if alike:
-        worst = Verdict(**{**vars(worst), "note": f"{worst.note}, {len(alike)} of them by likeness: {', '.join(alike)}"})
+        worst = Verdict(
+            **{**vars(worst), "note": f"{worst.note}, {len(alike)} of them by likeness: {', '.join(alike)}"}
+        )
     return worst
 
 
@@ -338,7 +340,10 @@ def _require_blocks(scores: Given, own: Any, attrs: Mapping[str, Any], arrays: M
             extra, missing = set(mine[head].tolist()) - set(right[head]), set(right[head].tolist()) - set(mine[head])
             if len(extra) != len(missing) or any(not 0 <= block < exact.shape[2] for block in extra):
                 raise ContractViolation(
-                    "arithmetic", f"chooses blocks {sorted(extra)} for query {t}", where=where, expected=f"{right[head]}"
+                    "arithmetic",
+                    f"chooses blocks {sorted(extra)} for query {t}",
+                    where=where,
+                    expected=f"{right[head]}",
                 )
             for block in extra:
                 gap = min(abs(exact[t, head, block] - exact[t, head, other]) for other in missing)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from m31.conformance.bench import Bench
@@ -200,7 +199,9 @@ class Rig:
             rows += self.step(Part(run, min(CHUNK_TOKENS, len(run.tokens) - run.done)))
         return np.concatenate(rows)
 
-    def engine(self, *, drafter: Drafter | None = None, prefix_cache: bool = False, chunk: int = CHUNK_TOKENS) -> Engine:
+    def engine(
+        self, *, drafter: Drafter | None = None, prefix_cache: bool = False, chunk: int = CHUNK_TOKENS
+    ) -> Engine:
         """The engine on this rig's pages; what becomes free is poisoned."""
         made = Engine(
             compiler=self.compiler,

@@ -50,7 +50,7 @@ def require_same(
         if not np.array_equal(got, want):
             raise ContractViolation(
                 "determinism",
-                f"declares equal bits, and {int((off > 0).sum())} of {len(off)} rows differ, {place} by {off[worst]:.3g}",
+                f"declares equal bits, and {int((off > 0).sum())} of {len(off)} rows differ, one by {off[worst]:.3g}",
                 where=where,
                 expected="the same bits, or a manifest that does not promise them",
             )

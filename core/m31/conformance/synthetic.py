@@ -111,7 +111,14 @@ def draft_config(block: int) -> dict[str, Any]:
 
     special, target = demo.special_ids(), config()
     layers = [0, target["num_hidden_layers"] - 1]
-    same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rotary_dim", "rope_theta")
+    same: tuple[str, ...] = (
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rotary_dim",
+        "rope_theta",
+    )
     same += ("rms_norm_eps", "vocab_size", "dense_intermediate_size", "swiglu_alpha", "swiglu_limit", "use_gemma_norm")
     return {name: target[name] for name in same} | {
         "architectures": ["DSparkMiniMaxDraftModel"],

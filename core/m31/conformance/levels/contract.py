@@ -18,16 +18,16 @@ from m31.conformance import synthetic
 from m31.conformance.bench import Bench
 from m31.conformance.item import Criterion, Evidence, Item, NotRun, Verdict
 from m31.conformance.levels import rules
-from m31.conformance.levels.forms import CHECKPOINTS, Forms, arithmetics, checkpoints, prompt
-from m31.conformance.rig import opened_for
+from m31.conformance.levels.forms import CHECKPOINTS, arithmetics, checkpoints, prompt
+from m31.conformance.rig import Forms, opened_for
 from m31.engine.model import Cap, Model
 from m31.engine.opening import open_serving
 from m31.errors import (
     BackendRefused,
     ContextLimitExceeded,
     ContractViolation,
-    ManifestError,
     M31Error,
+    ManifestError,
     NoKernel,
     OpRefused,
     RequestError,
@@ -103,7 +103,9 @@ def _names(bench: Bench) -> str:
         raise ContractViolation(
             "opened", "keeps another manifest than its backend.toml", where=f"backend {manifest.name}", expected="it"
         )
-    return f"{'all' if manifest.ops == 'all' else len(manifest.ops)} ops claimed, {len(manifest.fallback)} may fall back"
+    return (
+        f"{'all' if manifest.ops == 'all' else len(manifest.ops)} ops claimed, {len(manifest.fallback)} may fall back"
+    )
 
 
 def _packages(bench: Bench) -> str:

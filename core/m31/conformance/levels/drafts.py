@@ -15,9 +15,9 @@ import torch
 
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, Verdict
-from m31.conformance.levels.forms import Forms, checkpoints, prompt
+from m31.conformance.levels.forms import checkpoints, prompt
 from m31.conformance.levels.steps import rig, whole
-from m31.conformance.rig import F32, Part
+from m31.conformance.rig import F32, Forms, Part
 from m31.conformance.same import judge_pair
 from m31.conformance.synthetic import VOCAB_SIZE
 from m31.engine.sampling import RowState, SamplingParams

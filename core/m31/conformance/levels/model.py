@@ -10,9 +10,10 @@ from m31.conformance import agreement, layers, oracle
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, Verdict
 from m31.conformance.layers import CACHED, PREFILL, VERIFIED
-from m31.conformance.levels.forms import CHECKPOINTS, Forms, arithmetics, checkpoints, pages, prompt, shown
-from m31.conformance.rig import Rig, opened_for
+from m31.conformance.levels.forms import CHECKPOINTS, arithmetics, checkpoints, pages, prompt, shown
+from m31.conformance.rig import Forms, Rig, Run, opened_for
 from m31.conformance.synthetic import VOCAB_SIZE, config
+from m31.graph import ModelGraph
 from m31.sdk.manifest import Manifest
 
 _DEFAULT = Forms()
@@ -74,24 +75,23 @@ def _ids(count: int) -> list[int]:
 
 # --- op by op -------------------------------------------------------------------------------------------------------
 
-_STEPS = {
-    "prefill": (PREFILL, PREFILL, "mixed"),
-    "decode": (CACHED + 1, 1, "decode"),
-    "verify": (CACHED + VERIFIED, VERIFIED, "verify"),
-}
+_STEPS = {"prefill": (0, PREFILL, "mixed"), "decode": (CACHED, 1, "decode"), "verify": (CACHED, VERIFIED, "verify")}
 
 
 def _layer(name: str, kind: str, layer: int, bench: Bench) -> Evidence:
     folder = bench.checkpoint(name)
+    done, count, step = _STEPS[kind]
 
-    def make() -> layers.Values:
-        opened = Rig(bench, folder, _DEFAULT, pages=1)
+    def begun() -> tuple[Rig, Run]:
         spec, numerics = opened.opened.spec, opened.serving.session.numerics
         forms = Forms(kv=spec.kv_format, index=spec.index_format, arithmetic=numerics.name)
-        total, count, step = _STEPS[kind]
-        return layers.reference_values(folder, forms, _ids(total), count, kind=step)
+        return layers.reference_run(folder, forms, _ids(done + (VERIFIED if done else count)), done)
 
-    return layers.run_layer(bench, folder, _DEFAULT, layer, bench.once(("values", name, kind), make))
+    def values() -> layers.Values:
+        return layers.reference_values(*bench.once(("begun", name, done), begun), count, kind=step)
+
+    opened = bench.once(("opened", name), lambda: Rig(bench, folder, _DEFAULT, pages=1))
+    return layers.run_layer(bench, folder, _DEFAULT, layer, bench.once(("values", name, kind), values))
 
 
 def _judge_layer(case: str, name: str, evidence: Evidence) -> Verdict:
@@ -101,10 +101,12 @@ def _judge_layer(case: str, name: str, evidence: Evidence) -> Verdict:
 
 
 @lru_cache(maxsize=8)
-def _graph(name: str, compute: str, kv: str, index: str, arithmetic: str) -> layers.ModelGraph:
+def _graph(name: str, compute: str, kv: str, index: str, arithmetic: str) -> ModelGraph:
     """The graph of a session that computes so; its description needs no backend but the reference."""
     bench = oracle.bench()
-    opened = opened_for(bench, bench.checkpoint(name), Forms(dtype="float64", kv=kv, index=index, arithmetic=arithmetic))
+    opened = opened_for(
+        bench, bench.checkpoint(name), Forms(dtype="float64", kv=kv, index=index, arithmetic=arithmetic)
+    )
     return layers.graph_for(opened, compute)
 
 
@@ -124,4 +126,4 @@ def _folder(name: str) -> Path:
 
 
 def _prompts() -> Sequence[Sequence[int]]:
-    return (_ids(PREFILL), _ids(150)[:140])
+    return (_ids(200), _ids(90))

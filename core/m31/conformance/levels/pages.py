@@ -17,7 +17,8 @@ from m31 import ops
 from m31.conformance import oracle
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, NotRun, Verdict
-from m31.conformance.levels.forms import Forms, normal, pages
+from m31.conformance.levels.forms import normal, pages
+from m31.conformance.rig import Forms
 from m31.errors import BackendRefused, ContractViolation, OpRefused
 from m31.graph import OpInstance, Refusal, StepClass
 from m31.ops import StateType, TensorType

@@ -1,4 +1,4 @@
-"""L0, the rules of the contract (`m31.conformance.RULES`), on the weights, pages and plans of the synthetic checkpoints."""
+"""L0, the rules of the contract (`m31.conformance.RULES`), on weights, pages and plans of synthetic checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, NotRun, Verdict
-from m31.conformance.levels.forms import CHECKPOINTS, Forms, checkpoints, pages, prompt
+from m31.conformance.levels.forms import CHECKPOINTS, checkpoints, pages, prompt
 from m31.conformance.pages import check_layout_id
 from m31.conformance.plans import check_fixed_buffers
-from m31.conformance.rig import Rig, opened_for
+from m31.conformance.rig import Forms, Rig, opened_for
 from m31.conformance.synthetic import VOCAB_SIZE
 from m31.conformance.weights import check_losses, check_release
 from m31.engine.compiler import Compiler, whole
@@ -94,7 +94,8 @@ def _assigned(opened: Opened, step: StepClass) -> list[tuple[OpInstance, Assigne
 def _weights(name: str, op: str, bench: Bench) -> str:
     """Rules `release`, `weight-bytes` and `losses` on the first instance of each way in which weights are stored."""
     opened = _opened(bench, name)
-    mine, others = {}, set()
+    mine: dict[tuple[str, ...], OpInstance] = {}
+    others = set[str]()
     for instance, found in _assigned(opened, _step("mixed", 128)):
         if instance.spec.name == op:
             stored = tuple(sorted({str(decl.stored) for decl in instance.slots.values()}))
@@ -134,14 +135,12 @@ def _batches(rig: Rig, step: StepClass, count: int) -> list[StepBatch]:
 def _fixed(name: str, bench: Bench) -> str:
     rig = Rig(bench, bench.checkpoint(name), pages=3)
     step = StepClass(kind="mixed", q_len=0, tokens=32, seqs=1, rows=1, pages=16)
-    seen = check_fixed_buffers(
-        rig.serving.session, rig.compiler.bind(step), step, _batches(rig, step, 4), rig.cache
-    )
+    seen = check_fixed_buffers(rig.serving.session, rig.compiler.bind(step), step, _batches(rig, step, 4), rig.cache)
     return f"{seen} values between kernels" if seen else "the plan runs other kernels than the graph's: its logits only"
 
 
 def _prepared(name: str, bench: Bench) -> str:
-    """Who serves an op, and with what arithmetic, is the same at every size of one kind of step, and when asked again."""
+    """Who serves an op, and with what arithmetic, is the same at every size of a kind of step, and when asked again."""
     opened = _opened(bench, name)
     kinds = _KINDS if bench.manifest.limits.draft_tokens else ("decode", "mixed")
     looked = 0

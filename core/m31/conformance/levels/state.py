@@ -15,8 +15,9 @@ from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, Verdict
 from m31.conformance.levels import drafts, pages, steps, written
 from m31.conformance.levels.forms import Forms, checkpoints, prompt
+from m31.conformance.levels.forms import checkpoints, prompt
 from m31.conformance.levels.steps import rig
-from m31.conformance.rig import F32, Part, Rig
+from m31.conformance.rig import F32, Forms, Part, Rig
 from m31.conformance.same import require_same
 from m31.conformance.synthetic import VOCAB_SIZE
 from m31.errors import ContractViolation

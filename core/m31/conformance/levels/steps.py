@@ -1,4 +1,4 @@
-"""L2, steps: the same tokens give the same logits, however they are cut, wherever their pages lie, whoever else is there.
+"""L2, steps: the same tokens give the same logits, however they are cut, wherever they lie, whoever else is there.
 
 Every run has pages that read as NaN until they are written, and an unused one between any two. Compared are the logits
 of one backend with its own: the same kernels compute the same numbers, in another order at most, so that the bound is
@@ -15,8 +15,8 @@ import numpy as np
 
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, NotRun
-from m31.conformance.levels.forms import Forms, checkpoints, pages, prompt
-from m31.conformance.rig import F32, Part, Rig, Run
+from m31.conformance.levels.forms import checkpoints, pages, prompt
+from m31.conformance.rig import F32, Forms, Part, Rig, Run
 from m31.conformance.same import judge_pair
 from m31.conformance.synthetic import VOCAB_SIZE
 from m31.errors import ContractViolation
