@@ -36,7 +36,8 @@ def check_ops(session: Session, *, pages: Session | None = None, gaps: bool = Tr
 
 
 def check_op(session: Session, spec: OpSpec, *, pages: Session | None = None, gaps: bool = True) -> Checked:
-    """Rule `arithmetic`, on the cases of an op: the op's own and those of `m31.conformance.cases`.
+    """Rule `arithmetic`, on the cases of an op: the op's own and small ones of `m31.conformance.cases`; L1
+    (`m31.conformance.levels.ops`) has all, in every format.
 
     Each runs in every way in which its weights can be stored that the session serves. Inputs and outputs lie inside
     larger tensors, as the narrowed buffers of a plan do; outputs start as NaN. Judged are: that every element of every
