@@ -134,9 +134,9 @@ LAYERS = (
         "the last norm is left out",
         "BUG-118",
         "L3",
-        "layers",
+        "agreement",
         instead("gemma_rmsnorm", lambda call: _last_norm_left(call)),
-        case="random-m31/prefill/ends",
+        case="random-m31/float32/kv",
     ),
 )
 

@@ -14,7 +14,6 @@ from m31.conformance import oracle
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, Verdict
 from m31.conformance.levels import drafts, pages, steps, written
-from m31.conformance.levels.forms import Forms, checkpoints, prompt
 from m31.conformance.levels.forms import checkpoints, prompt
 from m31.conformance.levels.steps import rig
 from m31.conformance.rig import F32, Forms, Part, Rig

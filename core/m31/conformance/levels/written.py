@@ -83,7 +83,7 @@ def _allowed(facts: Mapping[str, Any], place: str, want: Any) -> float:
     """What order may change, and one step of the stored format where that turns a rounding."""
     form = facts["index" if place.endswith("index") else "kv"]
     largest = float(np.nanmax(np.abs(want), initial=0.0))
-    return (facts["slack"] + CONSTANT * roundoff(_ELEMENTS.get(form, form))) * largest
+    return float((facts["slack"] + CONSTANT * roundoff(_ELEMENTS.get(form, form))) * largest)
 
 
 def _compared(got: Any, want: Any, allowed: float, where: str) -> Verdict:
