@@ -2,8 +2,8 @@
 
     python benchmarks/conformance_bounds.py [--quick] [--docs]
 
-A sum of K products is computed in several orders and accumulations, on values of several kinds, and its error is divided
-by what `m31.conformance.bounds` allows. Then faults are put into the operands, or into the arithmetic without declaring
+A sum of K products is computed in several orders and accumulations, on values of several kinds, and its error is
+divided by what `m31.conformance.bounds` allows. Then faults are put into the operands, or into the arithmetic without declaring
 it, and the same is done: a fault counts as caught in a case if one of 17 results (a case's tokens) is beyond the bound.
 `--docs` writes the tables into docs/conformance/bounds.md, between its markers.
 """
@@ -140,7 +140,8 @@ def _allowed(x: F64, w: F64, accumulate: str) -> F64:
 
 
 def _reference(x: F64, w: F64) -> F64:
-    return np.sum(np.longdouble(x) * w, axis=1).astype(np.float64)
+    made: F64 = np.sum(np.longdouble(x) * w, axis=1).astype(np.float64)
+    return made
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -264,7 +265,8 @@ def main() -> None:
         page = DOCS.read_text()
         for name, text in parts.items():
             marks = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-            page = re.sub(marks, lambda m, text=text: f"{m.group(1)}{text}\n{m.group(2)}", page, flags=re.DOTALL)
+            before, after = (mark.format(name) for mark in ("<!-- {} -->\n", "<!-- /{} -->"))
+            page = re.sub(marks, lambda _, made=f"{before}{text}\n{after}": made, page, flags=re.DOTALL)  # type: ignore[misc]
         DOCS.write_text(page)
 
 

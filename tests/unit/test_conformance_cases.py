@@ -1,4 +1,4 @@
-"""Cases of the suite: what they say of themselves is so, the definition answers them, and their values follow the salt."""
+"""Cases of the suite: what they say of themselves is so, they are listed quickly, and nothing claimed is left out."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def test_every_claim_of_formats_has_items() -> None:
 
 def test_nothing_that_is_not_claimed_is_asked_for() -> None:
     found = list(level.items(MANIFEST))
-    assert {c.partition(":")[2] for item in found for c in item.claims if c.startswith("kv:")} == {"float32", "bfloat16"}
+    assert {c.partition(":")[2] for item in found for c in item.claims if c.startswith("kv:")} == {
+        "float32",
+        "bfloat16",
+    }
     assert {c for item in found for c in item.claims if c.startswith("arithmetic:")} == {"arithmetic:exact"}
     assert not any(item.subject == "draft_attention" for item in found)
 
@@ -132,7 +135,9 @@ def test_whatever_lies_in_an_interval_is_stored_within_the_width(form: str) -> N
     centre, width = intervals.through_pages(form, x, error)
     for _ in range(20):
         other = intervals.bfloat16(x + error * rng.uniform(-1, 1, x.shape), 0 * x)[0]
-        other = np.clip(other, x - error, x + error) if form == "int8" else np.where(np.abs(other - x) <= error, other, x)
+        other = (
+            np.clip(other, x - error, x + error) if form == "int8" else np.where(np.abs(other - x) <= error, other, x)
+        )
         got = intervals.stored(form, other)
         assert (np.abs(got - centre) <= width * (1 + 1e-9) + 1e-12).all()
     assert (width[error == 0] == 0).mean() > 0.3 or form in ("nvfp4", "int8")

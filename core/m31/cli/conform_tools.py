@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from m31.cli.output import Output
+
+if TYPE_CHECKING:
+    from m31.conformance.item import Item
+    from m31.sdk.manifest import Manifest
 
 SMALL = "random-m31"
 """The checkpoint of `bisect` unless one is given: random weights in the formats of the published model."""
@@ -35,7 +40,10 @@ def selftest(args: argparse.Namespace, out: Output) -> int:
         backend = sdk.open_backend(sdk.decide(backend))
     with tempfile.TemporaryDirectory(prefix="m31-conformance-") as scratch:
         make = faults.bench_maker(backend, Path(scratch))
-        items = collect(backend.manifest, ("L0", "L1", "L2", "L3"))
+
+        def items(manifest: Manifest) -> list[Item]:
+            return collect(manifest, ("L0", "L1", "L2", "L3"))
+
         done = faults.selftest(chosen, items, make, said=out.line)
     out.line(str(done).splitlines()[-1])
     for name, why in done.healthy.items():

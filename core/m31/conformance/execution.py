@@ -312,4 +312,4 @@ def _pages(cache: KVCache, case: Case) -> dict[str, Any]:
 
 def _state(evidence: Evidence, when: str) -> State:
     found = {name.split("/")[1]: v for name, v in evidence.arrays.items() if name.startswith(f"{when}/")}
-    return {(0, kind): np.float64(value) for kind, value in found.items()}
+    return {(0, kind): np.asarray(value, np.float64) for kind, value in found.items()}

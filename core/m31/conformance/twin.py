@@ -1,4 +1,4 @@
-"""The definition of an op whose kernel declares that it quantises what it multiplies: it quantises the same, in float64.
+"""What a kernel is compared with that declares to quantise what it multiplies: a definition that does so, in float64.
 
 A kernel that declares `mxfp8*float32` is not given more room: it is compared with a definition that quantises the same
 values (MODEL.md §3.1, §3.2, §3.4) by the encoders of `m31.formats`. Inputs are exact, so their codes are; what a kernel

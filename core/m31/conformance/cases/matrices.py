@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def _plan_linear(op: str, name: str, rows: int, k: int, out: int, values: str = 
     sizes = {"tokens" if op == "linear" else "rows": rows, "width": k}
     return Planned(
         f"{op}/{name}",
-        lambda: _linear(op, name, rows, k, out, values),
+        partial(_linear, op, name, rows, k, out, values),
         {**sizes, "values": values},
         (k,),
         real=name.startswith(("hidden", "tokens-17", "wide")),
@@ -112,7 +113,7 @@ def _routers() -> Iterator[Planned]:
     ):
         yield Planned(
             f"router/{name}",
-            lambda a=(name, tokens, experts, topk, width, kind): _router(*a),
+            partial(_router, name, tokens, experts, topk, width, kind),
             {"tokens": tokens, "width": width, "topk": topk, "values": kind},
             (width,),
             real=width % 128 == 0,
@@ -191,7 +192,7 @@ def _expert_plans() -> Iterator[Planned]:
         attrs = {**p["act"], "routed_scaling_factor": p["factor"], "experts": p["experts"]}
         yield Planned(
             f"experts/{name}",
-            lambda name=name, p=p: _experts(name, p),
+            partial(_experts, name, p),
             {"tokens": p["tokens"], "width": p["width"], "values": p["values"], "hit": p["spread"], **attrs},
             tuple(dict.fromkeys((p["width"], p["inner"]))),
             real=name.startswith("real"),
@@ -220,7 +221,7 @@ def _shared_plans() -> Iterator[Planned]:
         attrs = {**p["act"], "routed_scaling_factor": p["factor"], "experts": p["experts"]}
         yield Planned(
             f"experts_shared/{name}",
-            lambda name=name, p=p: _shared(name, p),
+            partial(_shared, name, p),
             {"tokens": p["tokens"], "width": p["width"], "values": p["values"], **attrs},
             tuple(dict.fromkeys((p["width"], p["inner"]))),
             real=True,

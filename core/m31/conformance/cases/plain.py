@@ -115,7 +115,7 @@ def _add_norms() -> Iterator[Planned]:
 def _rope(name: str, positions: list[int], heads: int, dim: int, rotary: int) -> Case:
     case = f"rope/{name}"
     rng = rng_for(case)
-    angle = np.float32(positions)[:, None] * inverse_frequencies(5e6, rotary)
+    angle = np.asarray(positions, np.float32)[:, None] * inverse_frequencies(5e6, rotary)
     x = rng.standard_normal((len(positions), heads, dim))
     return Case(case, {}, {"x": x, "cos": np.cos(np.float64(angle)), "sin": np.sin(np.float64(angle))})
 
@@ -179,11 +179,9 @@ def _embedding(op: str, index: str, table: str, name: str, picked: Any, rows: in
 
 def _embeddings(op: str, index: str, table: str) -> Iterator[Planned]:
     axis = "tokens" if op == "embedding" else "rows"
-    for name, picked, rows, width in (
-        *((f"{axis}-{n}", n, 40, 8) for n in _EDGES),
-        ("first-and-last", [0, 299, 299, 0], 300, 128),
-        ("hidden-6144", 3, 20, 6144),
-    ):
+    shapes: list[tuple[str, int | list[int], int, int]] = [(f"{axis}-{n}", n, 40, 8) for n in _EDGES]
+    shapes += [("first-and-last", [0, 299, 299, 0], 300, 128), ("hidden-6144", 3, 20, 6144)]
+    for name, picked, rows, width in shapes:
         sizes = {axis: picked if isinstance(picked, int) else len(picked)}
         build = partial(_embedding, op, index, table, name, picked, rows, width)
         yield Planned(f"{op}/{name}", build, sizes, (width,))

@@ -246,7 +246,9 @@ PLANS = (
         "rule/fixed-buffers",
         Break(compile=_MadeAgain),
     ),
-    rule("plan-stale", "later steps get the logits of the first", "BUG-64", "fixed-buffers", Break(compile=_Stale)),
+    rule(
+        "plan-stale", "later steps get the logits of the first", "BUG-64", "rule/fixed-buffers", Break(compile=_Stale)
+    ),
 )
 
 

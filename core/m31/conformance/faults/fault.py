@@ -116,7 +116,6 @@ class Fault:
         catches: pattern of the ids of which one should catch it; of the claim, where `by` is "omission".
         break_: the mistake.
         by: see `By`.
-        needs: a declaration without which the mistake is none: "" or a field of what the manifest declares.
     """
 
     name: str
@@ -127,7 +126,6 @@ class Fault:
     catches: str
     break_: Break
     by: By = "item"
-    needs: str = ""
 
 
 class Pair:

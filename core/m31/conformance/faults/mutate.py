@@ -230,9 +230,7 @@ class _Place:
 
 def _places(function: ast.FunctionDef) -> Iterator[_Place]:
     """Every node in the body, but annotations, docstrings and what only words an error."""
-    for parent in ast.walk(ast.Module(body=list(function.body), type_ignores=[])):
-        if isinstance(parent, ast.Raise | ast.JoinedStr):
-            continue
+    for parent in _walk(ast.Module(body=list(function.body), type_ignores=[])):
         for field, value in ast.iter_fields(parent):
             if field in ("annotation", "returns", "decorator_list", "ctx", "args") and not isinstance(parent, ast.Call):
                 continue
@@ -240,6 +238,14 @@ def _places(function: ast.FunctionDef) -> Iterator[_Place]:
                 if isinstance(node, ast.AST) and not _worded(node):
                     real = function if isinstance(parent, ast.Module) else parent
                     yield _Place(real, "body" if isinstance(parent, ast.Module) else field, index, node)
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and what is in it, without what only words something."""
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        if not _worded(inner):
+            yield from _walk(inner)
 
 
 def _worded(node: ast.AST) -> bool:

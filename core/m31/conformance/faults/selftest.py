@@ -13,8 +13,10 @@ from m31.conformance.faults.fault import Break, Fault, FaultyBackend
 from m31.conformance.item import LEVELS, Item, NotRun
 from m31.errors import M31Error
 from m31.sdk.backend import Backend
+from m31.sdk.manifest import Manifest
 
 MakeBench = Callable[[Break], Bench]
+Collect = Callable[[Manifest], Sequence[Item]]
 _OF_WRAPPERS = "L2/fallback/nothing-borrowed/*"
 """Items that see whether a backend calls into the reference, as one that is the reference with a fault always does."""
 
@@ -30,7 +32,6 @@ class Caught:
         named: whether it is one that the fault names.
         crashed: whether it was no judgement of the suite that ended the item, but the faulty backend itself.
         ran: items that ran before it was caught.
-        not_applicable: why it is no mistake here: the backend does not promise what it breaks.
         seconds: all of it.
     """
 
@@ -40,17 +41,14 @@ class Caught:
     named: bool = False
     crashed: bool = False
     ran: int = 0
-    not_applicable: str = ""
     seconds: float = 0.0
 
     @property
     def survived(self) -> bool:
         """Nobody saw it."""
-        return not self.by and not self.not_applicable
+        return not self.by
 
     def __str__(self) -> str:
-        if self.not_applicable:
-            return f"{self.fault.name}: not applicable, {self.not_applicable}"
         if self.survived:
             return f"{self.fault.name}: SURVIVED {self.ran} items of {self.fault.level} {self.fault.subject}"
         other = "" if self.named else f" (named: {self.fault.catches})"
@@ -85,10 +83,10 @@ class SelfTest:
         elsewhere = sum(bool(c.by) and not c.named for c in self.caught)
         lines = [f"healthy backend fails {name}: {why}" for name, why in self.healthy.items()]
         lines += [str(found) for found in self.caught]
-        count = sum(not c.not_applicable for c in self.caught)
+        count = len(self.caught)
         lines.append(
             f"{count} faults, {count - len(self.survivors)} caught, {elsewhere} of them by another item than named,"
-            f" {len(self.survivors)} survived, {len(self.caught) - count} not applicable; {self.seconds:.0f} s"
+            f" {len(self.survivors)} survived; {self.seconds:.0f} s"
         )
         return "\n".join(lines)
 
@@ -110,7 +108,7 @@ def bench_maker(backend: Backend, scratch: Path) -> MakeBench:
 
 def selftest(
     faults: Iterable[Fault],
-    items: Sequence[Item],
+    items: Sequence[Item] | Collect,
     make: MakeBench,
     *,
     said: Callable[[str], None] = lambda line: None,
@@ -120,18 +118,19 @@ def selftest(
 
     Args:
         faults: of `m31.conformance.faults.FAULTS`.
-        items: of the suite, or fewer.
+        items: of the suite, or fewer; or what makes them for a manifest, which a fault may have changed.
         make: see `bench_maker`.
         said: gets a line for each fault as it is done.
         check_healthy: whether the healthy backend runs the items that caught something; it has to pass them.
     """
     began = time.perf_counter()
+    usual = items(make(Break()).manifest) if callable(items) else items
     caught = []
     for fault in faults:
-        found = _caught(fault, items, make)
+        found = _caught(fault, items if fault.break_.manifest is not None else usual, make)
         said(str(found))
         caught.append(found)
-    healthy = _healthy(caught, items, make) if check_healthy else {}
+    healthy = _healthy(caught, usual, make) if check_healthy else {}
     return SelfTest(healthy, tuple(caught), time.perf_counter() - began)
 
 
@@ -182,14 +181,12 @@ def _opened(fault: Fault, make: MakeBench) -> Bench | Caught:
         return Caught(fault=fault, by="opening", how=_line(error), named=False)
 
 
-def _caught(fault: Fault, items: Sequence[Item], make: MakeBench) -> Caught:
+def _caught(fault: Fault, items: Sequence[Item] | Collect, make: MakeBench) -> Caught:
     began = time.perf_counter()
     bench = _opened(fault, make)
     if isinstance(bench, Caught):
         return bench
-    if fault.needs and not getattr(getattr(bench.manifest, "determinism", None), fault.needs, False):
-        return Caught(fault=fault, not_applicable=f"the backend does not promise {fault.needs}")
-    against = _against(fault, items)
+    against = _against(fault, items(bench.manifest) if callable(items) else items)
     found = _omission(fault, against, bench) if fault.by == "omission" else _failure(fault, against, bench)
     return Caught(**{**found.__dict__, "seconds": time.perf_counter() - began})
 

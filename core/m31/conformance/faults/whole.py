@@ -11,23 +11,21 @@ from m31.conformance.faults.breaks import inputs, instead, other, result
 from m31.conformance.faults.fault import Break, Call, Fault
 from m31.conformance.item import Level
 from m31.graph import Kernel, OpInstance, Refusal
+from m31.sdk.manifest import Determinism, Manifest
 
 _FEW = 64  # tokens
 
 
-def whole(
-    name: str, what: str, source: str, level: Level, subject: str, break_: Break, needs: str = "", case: str = ""
-) -> Fault:
-    """A fault that an item of steps, of fusions or of a model catches."""
+def whole(name: str, what: str, source: str, level: Level, subject: str, break_: Break, case: str = "") -> Fault:
+    """A fault that an item of steps or of a model catches, whose id goes on with `subject` and `case`."""
     return Fault(
         name=name,
         what=what,
         source=source,
         level=level,
         subject=subject,
-        catches=f"{level}/{subject}/{case}*" if subject else "L2/*",
+        catches=f"{level}/{subject}/{case}*",
         break_=break_,
-        needs=needs,
     )
 
 
@@ -61,40 +59,45 @@ STEPS = (
         "in decode steps a query does not see its own token",
         "DESIGN §7",
         "L2",
-        "",
+        "chunks",
         inputs("sparse_attention", kinds=("decode",), positions=lambda p: (p - 1).clamp(min=0)),
+        case="one-by-one",
     ),
     whole(
         "decode-of-the-first-sequence",
         "in decode steps all sequences read the pages of the first",
         "BUG-64",
         "L2",
-        "",
+        "batch",
         inputs("sparse_attention", kinds=("decode",), page_table=_table_of_the_first),
+        case="2-together",
     ),
     whole(
         "decode-index-keys-left",
         "index keys are written while the prompt is computed, and not afterwards",
         "DESIGN §7",
         "L2",
-        "",
+        "written",
         instead("index_write", lambda call: None, kinds=("decode",)),
+        case="decode",
     ),
     whole(
         "verify-first-row-only",
         "of several rows of a verify step all get the first one's logits",
         "BUG-74, DESIGN §7",
         "L2",
-        "",
+        "verify",
         inputs("lm_head", kinds=("verify",), x=_first_row),
+        case="step-of-3",
     ),
     whole(
         "verify-one-query",
         "verify steps attend for all queries at the first one's position",
         "BUG-74",
         "L2",
-        "",
+        "verify",
         inputs("rope", kinds=("verify",), cos=_first_row, sin=_first_row),
+        case="step-of-3",
     ),
 )
 
@@ -103,33 +106,37 @@ LAYERS = (
         "layer-0-for-all",
         "attention of every layer reads the pages of the first",
         "DESIGN §7",
-        "L2",
-        "",
+        "L3",
+        "layers",
         instead("sparse_attention", _layer_0),
+        case="random-m31/prefill/layer-1",
     ),
     whole(
         "index-key-not-rotated",
         "the index key, whose branch has one head, is not rotated",
         "BUG-29",
-        "L2",
-        "",
+        "L3",
+        "layers",
         instead("rope", _not_for_one_head),
+        case="random-m31/prefill/layer-0",
     ),
     whole(
         "many-tokens-lost",
         "of many tokens only the first 64 are computed",
         "BUG-61",
         "L2",
-        "",
+        "chunks",
         result("experts", _few_rows),
+        case="300-split-1",
     ),
     whole(
         "norm-of-one-layer",
         "the last norm is left out",
         "BUG-118",
-        "L2",
-        "",
+        "L3",
+        "agreement",
         instead("gemma_rmsnorm", lambda call: _last_norm_left(call)),
+        case="random-m31/float32/kv",
     ),
 )
 
@@ -216,13 +223,15 @@ FUSIONS = (
         "qkv_insert",
         replace(inputs("qkv_insert", sin=lambda s: -s), fused=("qkv_insert",)),
     ),
-    whole(
-        "fusion-never-used",
-        "a fusion is asked for, and its kernel refuses every place in silence",
-        "DESIGN §7, BUG-98",
-        "L2",
-        "",
-        Break(op="add_norm", fused=("add_norm",), kernel=_refused),
+    Fault(
+        name="fusion-never-used",
+        what="a fusion is asked for, and its kernel refuses every place in silence",
+        source="DESIGN §7, BUG-98",
+        level="L2",
+        subject="claims",
+        catches="op:add_norm",
+        break_=Break(op="add_norm", fused=("add_norm",), kernel=_refused),
+        by="omission",
     ),
 )
 
@@ -239,10 +248,16 @@ class _Shaky:
 
 
 def _with_company(call: Call) -> None:
-    """The last bit depends on how many tokens are computed together."""
+    """The last bits depend on how many tokens are computed together."""
     call.real()
-    if len(call.outs[0]) > 1:
+    for _ in range(len(call.outs[0]) % 5):
         call.outs[0].copy_(torch.nextafter(call.outs[0], call.outs[0].abs() * 2 + 1))
+
+
+def _promising(manifest: Manifest) -> Manifest:
+    """The manifest, with a promise of equal bits."""
+    everything = Determinism(run_to_run=True, batch_invariant=True, chunk_invariant=True)
+    return manifest.model_copy(update={"determinism": everything})
 
 
 DETERMINISM = (
@@ -251,18 +266,18 @@ DETERMINISM = (
         "the same step twice gives other last bits",
         "BUG-115",
         "L2",
-        "",
-        result("linear", _Shaky()),
-        needs="run_to_run",
+        "repeat",
+        replace(result("linear", _Shaky()), manifest=_promising),
+        case="run-to-run",
     ),
     whole(
         "depends-on-company",
         "the last bits of a sequence depend on what else is in its step",
         "BUG-70, BUG-115",
         "L2",
-        "",
-        instead("linear", _with_company),
-        needs="batch_invariant",
+        "batch",
+        replace(instead("linear", _with_company), manifest=_promising),
+        case="2-together",
     ),
 )
 

@@ -7,7 +7,7 @@ than the first run on the ops and cases that they change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -143,7 +143,7 @@ def _pages(manifest: Manifest, spec: OpSpec, plan: Planned) -> Iterator[Way]:
     else:
         pairs = [(kv[0], form) for form in index]
     for a, b in pairs if several else [pair for pair in pairs if set(pair) <= set(_PLAIN)][:2]:
-        if a != "int8" and not (plan.vector % 16 and "nvfp4" in (a, b)):
+        if not (plan.vector % 16 and "nvfp4" in (a, b)):
             yield Way(kv=a if spec.name in _KV else "", index=b if spec.name in _INDEX else "", formats=(a, b))
 
 
@@ -151,7 +151,9 @@ def _plain_first(form: str) -> int:
     return _PLAIN.index(form) if form in _PLAIN else len(_PLAIN)
 
 
-def _arithmetics(manifest: Manifest, spec: OpSpec, plan: Planned, stored: list[str], pages: list[Way]) -> Iterator[Way]:
+def _arithmetics(
+    manifest: Manifest, spec: OpSpec, plan: Planned, stored: Sequence[str], pages: Sequence[Way]
+) -> Iterator[Way]:
     case = plan.id.partition("/")[2]
     if case not in _ARITHMETIC_CASES.get(spec.name, ()):
         return
