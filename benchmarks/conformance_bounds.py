@@ -3,8 +3,9 @@
     python benchmarks/conformance_bounds.py [--quick] [--docs]
 
 A sum of K products is computed in several orders and accumulations, on values of several kinds, and its error is
-divided by what `m31.conformance.bounds` allows. Then faults are put into the operands, or into the arithmetic without declaring
-it, and the same is done: a fault counts as caught in a case if one of 17 results (a case's tokens) is beyond the bound.
+divided by what `m31.conformance.bounds` allows. Then faults are put into the operands, or into the arithmetic without
+declaring it, and the same is done: a fault counts as caught in a case if one of 17 results (a case's tokens) is beyond
+the bound.
 `--docs` writes the tables into docs/conformance/bounds.md, between its markers.
 """
 

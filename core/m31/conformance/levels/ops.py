@@ -105,11 +105,12 @@ def _ways(manifest: Manifest, spec: OpSpec, plan: Planned) -> Iterator[Way]:
         return
     # A fused op in every form of its body would say the same thing many times: its own cases run in one format.
     few = spec.name in FUSED and plan.own
-    for form in stored[:1] if few else stored:
+    usual = "bfloat16" if "bfloat16" in stored else stored[0]
+    for form in [usual] if few else stored:
         for at, page in enumerate(pages[:1] if few else pages):
-            if at == 0 or form == stored[0]:
+            if at == 0 or form == usual:
                 yield replace(page, stored=form)
-    base = replace(pages[0], stored=stored[0])
+    base = replace(pages[0], stored=usual)
     if plan.own or plan.id.endswith(("-wide", "/tokens-17", "/hidden-128", "/real")):
         yield replace(base, gaps=True)
     for dtype in manifest.formats.compute[1:]:
