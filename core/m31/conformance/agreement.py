@@ -35,12 +35,12 @@ MISSES = 0.02
 SINGLE = 6  # tokens of each text that are read one by one
 
 
-def logits(rig: Rig, prompts: Prompts) -> list[Any]:
-    """float32 logits [n, V] of each text."""
+def logits(rig: Rig, prompts: Prompts, *, single: int = SINGLE) -> list[Any]:
+    """float32 logits [n, V] of each text, of which the last `single` tokens are read one by one."""
     rows = []
     for ids in prompts:
         run = rig.run(ids)
-        most = max(1, len(ids) - SINGLE)
+        most = max(1, len(ids) - single)
         counts = [min(2048, most - start) for start in range(0, most, 2048)]
         rows.append(rig.feed(run, *counts, *[1] * (len(ids) - most)))
     return rows
@@ -138,6 +138,7 @@ def apart(folder: Path, forms: Forms, prompts: Prompts, noise: tuple[tuple[str, 
 
 
 def _computed(bench: Bench, folder: Path, forms: Forms, prompts: Prompts) -> F64:
+    """In float64 it does not matter how a text is cut."""
     exact = Forms(dtype="float64", kv=forms.kv, index=forms.index, arithmetic=forms.arithmetic)
     rig = Rig(bench, folder, exact, pages=pages_for(prompts))
-    return np.concatenate(logits(rig, prompts)).astype(np.float64)
+    return np.concatenate(logits(rig, prompts, single=0)).astype(np.float64)

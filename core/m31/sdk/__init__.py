@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from m31.sdk.inventory import Cpu, Device, Inventory
     from m31.sdk.loading import load
     from m31.sdk.machine import Machine, Note
-    from m31.sdk.manifest import DeclaredLimits, Formats, Manifest, parse_manifest, read_manifest
+    from m31.sdk.manifest import DeclaredLimits, Determinism, Formats, Manifest, parse_manifest, read_manifest
     from m31.sdk.memory import host_memory_free
     from m31.sdk.rendering import backends_dict, render_backends
     from m31.sdk.selection import Decision, NoChoice, Verdict, select
@@ -50,7 +50,7 @@ _HOMES = {
     "loading": ("load",),
     "machine": ("Machine", "Note"),
     "memory": ("host_memory_free",),
-    "manifest": ("DeclaredLimits", "Formats", "Manifest", "parse_manifest", "read_manifest"),
+    "manifest": ("DeclaredLimits", "Determinism", "Formats", "Manifest", "parse_manifest", "read_manifest"),
     "rendering": ("backends_dict", "render_backends"),
     "serving": ("Serving",),
     "selection": ("Decision", "NoChoice", "Verdict", "select"),
@@ -89,6 +89,7 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES; a test compares the two
     "Note",
     "host_memory_free",
     "DeclaredLimits",
+    "Determinism",
     "Formats",
     "Manifest",
     "parse_manifest",

@@ -306,7 +306,15 @@ def _draft(name: str, count: int, bench: Bench) -> str:
         return _refused(
             lambda: bench.load(folder, max_context=_SMALL, draft=count), BackendRefused, f"drafts of {count} tokens"
         )
-    model = bench.load(folder, max_context=_SMALL, draft=count)
+    try:
+        model = bench.load(folder, max_context=_SMALL, draft=count)
+    except BackendRefused as refusal:
+        raise ContractViolation(
+            "claims",
+            f"declares {count} drafted tokens and refuses them: {refusal}",
+            where="backend.toml: limits.draft_tokens",
+            expected="what is declared",
+        ) from refusal
     ids = prompt("L0/limits/draft", 20, synthetic.VOCAB_SIZE)
     with model.generate(ids, max_tokens=count + 4, temperature=0.0, ignore_eos=True) as generation:
         events = generation.events()
