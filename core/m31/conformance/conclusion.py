@@ -11,8 +11,7 @@ from typing import Any
 from m31.conformance import expectations
 from m31.conformance.catalog import upto
 from m31.conformance.claims import exercised_by
-from m31.conformance.expectations import Expectations
-from m31.conformance.item import Level, Result
+from m31.conformance.item import Level
 from m31.conformance.running.attempt import SUITE_ERRORS
 from m31.conformance.running.journal import Run
 
@@ -99,11 +98,6 @@ def conclude(run: Run, *, today: datetime.date | None = None) -> Conclusion:
         stale=stale,
         waived=waived,
     )
-
-
-def unexpected(result: Result, expected: Expectations) -> bool:
-    """Whether a result is a failure that no entry of `expect.toml` foresees."""
-    return result.outcome == "failed" and expected.of(result.id) is None
 
 
 def _claims(run: Run) -> dict[str, tuple[Level | None, int]]:

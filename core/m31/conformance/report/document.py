@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable
 from importlib import resources
@@ -109,15 +110,7 @@ def again(run: Run, item_id: str) -> str:
     for flag, key in (("--device", "device"), ("--seed-salt", "salt"), ("--checkpoint", "checkpoint")):
         words += [flag, setup[key]] if setup[key] else []
     words += ["--level", item_id.split("/")[0], "-k", item_id]
-    return " ".join(
-        word if word.replace("/", "").replace("-", "").replace(".", "").isalnum() else _quoted(word) for word in words
-    )
-
-
-def _quoted(word: str) -> str:
-    import shlex
-
-    return shlex.quote(word)
+    return shlex.join(words)
 
 
 def schema() -> dict[str, Any]:

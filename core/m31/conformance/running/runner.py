@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -166,7 +167,7 @@ def judge(
         raise SuiteError("this run was judged where it ran", where=str(recorded), expected="a run with --record")
     setup = replace(Setup.from_dict(before.header["setup"]), jobs=jobs, source=source, fail_fast=False)
     setup = replace(setup, timeout=timeout or setup.timeout, checkpoint=checkpoint or setup.checkpoint)
-    manifest = Manifest.model_validate_json(_json(before.header["manifest"]))
+    manifest = Manifest.model_validate_json(json.dumps(before.header["manifest"]))
     everything = catalog.collect(manifest, LEVELS, checkpoint=setup.folder, source=setup.source)
     if catalog.digest([item.id for item in everything]) != before.header["catalog"]:
         raise SuiteError(
@@ -280,12 +281,6 @@ def _seeds(salt: str) -> Callable[[str], int]:
             return seed_of(item_id)
 
     return seed
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value)
 
 
 def _text(path: Path) -> str:
