@@ -79,7 +79,7 @@ def test_ops_under_an_arithmetic_that_quantises(arithmetic: str) -> None:
 def test_the_experts_of_the_cpu_backend() -> None:
     done = check_op(native(), ops.experts)
     assert {case.rpartition("/")[2] for case in done.ran} == {"bfloat16", "nvfp4"}
-    assert len(done.ran) > 30
+    assert len(done.ran) >= 30
     assert not done.unjudged
     assert not check_op(native(), ops.linear).ran
 
@@ -87,7 +87,7 @@ def test_the_experts_of_the_cpu_backend() -> None:
 def test_attention_of_the_portable_backend() -> None:
     """Its kernels take no gaps between elements, which docs/sdk.md allows: they refuse them, and no plan makes any."""
     done = check_op(portable(), ops.sparse_attention, pages=reference(), gaps=False)
-    assert len(done.ran) == 2
+    assert len(done.ran) > 10
     assert not done.unjudged
     assert all("heads of 8 channels" in reason or "pages are float32" in reason for reason in done.refused.values())
 

@@ -236,8 +236,8 @@ def _draft_attention(g: Given) -> tuple[F64, ...]:
 
 def _markov_bias(g: Given) -> tuple[F64, ...]:
     base, m, w2 = g.args
-    magnitude = np.abs(m) @ np.abs(w2["weight"]).T
-    return (g.out * np.abs(g.expected[0]) + g.u * np.abs(base) + (g.unit(m.shape[1]) + g.u) * magnitude,)
+    magnitude = np.abs(base) + np.abs(m) @ np.abs(w2["weight"]).T
+    return (g.out * np.abs(g.expected[0]) + g.unit(m.shape[1] + 1) * magnitude,)
 
 
 def _confidence(g: Given) -> tuple[F64, ...]:

@@ -270,7 +270,7 @@ def _qkvs(op: str) -> Iterator[Planned]:
             (width,),
             dim,
             real=True,
-            seconds=0.1,
+            seconds=0.04 if sum(q_lens) * width < 4096 else 0.2,
         )
 
 
