@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -145,14 +144,19 @@ def test_an_op_and_the_format_of_its_weights_are_a_claim_together() -> None:
     assert claims.first_levels(MANIFEST, [])["op:linear"] is None
 
 
-def test_every_storage_that_the_suite_has_cases_for_is_a_claim() -> None:
-    from m31 import ops
-    from m31.conformance.cases import cases_of, storable, weights_of
-
+def test_every_storage_that_the_suite_has_items_for_is_a_claim() -> None:
+    items = catalog.collect(MANIFEST, ("L1",))
     for name, forms in claims.STORED_BY.items():
-        spec = ops.ALL[name]
-        found = set(itertools.chain(*(storable(spec, weights_of(case, spec)) for case in cases_of(spec))))
+        own = [i for i in items if i.subject == name]
+        found = {c.removeprefix("weights:") for i in own for c in i.claims if c.startswith("weights:")}
         assert found == set(forms), name
+
+
+def test_every_claim_of_the_backends_that_come_with_m31_has_an_item() -> None:
+    for name in ("reference", "cpu"):
+        manifest = manifest_of(name)
+        first = claims.first_levels(manifest, catalog.collect(manifest))
+        assert [claim for claim, level in first.items() if level is None] == []
 
 
 def test_a_backend_that_is_not_installed_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
