@@ -202,6 +202,19 @@ class ContractViolation(M31Error):
         super().__init__(f"breaks the rule '{rule}': {what}", where=where, expected=expected)
 
 
+class SuiteError(M31Error):
+    """The conformance suite, or a file that it was given, contradicts itself: an id used twice, a criterion that
+    nonsense passes, a damaged record. No backend is to blame."""
+
+    exit_code = 3
+
+
+class NothingSelected(SuiteError):
+    """No item of the conformance suite was selected: nothing was judged, which is no success."""
+
+    exit_code = 2
+
+
 class TrainingError(M31Error):
     """Training cannot start, continue or go on."""
 

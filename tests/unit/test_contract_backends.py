@@ -81,14 +81,14 @@ def test_ops_of_adapters(name: str, dtype: str) -> None:
 def test_ops_under_an_arithmetic_that_quantises(arithmetic: str) -> None:
     for name in ("linear", "experts"):
         done = check_op(reference(arithmetic=arithmetic), ops.ALL[name])
-        assert bool(done.unjudged) == (arithmetic != "w4a16-block-fp8")
-        assert done.ran or done.unjudged
+        assert done.ran
+        assert not done.unjudged
 
 
 def test_the_experts_of_the_cpu_backend() -> None:
     done = check_op(native(), ops.experts)
     assert {case.rpartition("/")[2] for case in done.ran} == {"bfloat16", "nvfp4"}
-    assert len(done.ran) == 6
+    assert len(done.ran) >= 30
     assert not done.unjudged
     assert not check_op(native(), ops.linear).ran
 
@@ -96,15 +96,16 @@ def test_the_experts_of_the_cpu_backend() -> None:
 def test_attention_of_the_portable_backend() -> None:
     """Its kernels take no gaps between elements, which docs/sdk.md allows: they refuse them, and no plan makes any."""
     done = check_op(portable(), ops.sparse_attention, pages=reference(), gaps=False)
-    assert len(done.ran) == 2
+    assert len(done.ran) > 10
     assert not done.unjudged
     assert all("heads of 8 channels" in reason or "pages are float32" in reason for reason in done.refused.values())
 
 
 def test_the_fused_projection_of_the_portable_backend() -> None:
-    """It has no bound, and is nearer to its body than nonsense would be; what it leaves in the pages is untouched."""
+    """Its bound follows from its body."""
     done = check_op(portable(), FUSED["qkv_insert"], pages=reference(), gaps=False)
-    assert list(done.unjudged) == ["qkv_insert/wide/bfloat16/bfloat16 pages"]
+    assert "qkv_insert/wide/bfloat16/bfloat16 pages" in done.ran
+    assert not done.unjudged
 
 
 class Spoiled(TritonSession):

@@ -9,9 +9,7 @@ import torch
 from m31.errors import BackendRefused
 from m31.formats.arithmetic import NAMED, ArithmeticSpec
 from m31.graph import Kernel, OpInstance, Refusal, Shard, StepClass
-from m31.sdk import this_machine
-from m31.sdk.backend import Backend, LazyTensor, Session, stored_as
-from m31.sdk.memory import host_memory_free
+from m31.sdk import Backend, LazyTensor, Session, host_memory_free, stored_as, this_machine
 from m31_cpu.experts import experts_kernel, stored_formats
 from m31_cpu.isa import choose
 from m31_cpu.threads import Pool, thread_count

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from m31.errors import NonFiniteWeight, OpRefused
 from m31.formats import nvfp4
 from m31.formats.transforms import Loss
-from m31.sdk.backend import LazyTensor, StoredPart, stored_as
+from m31.sdk import LazyTensor, StoredPart, stored_as
 from m31_cpu.codegen import Stored
 from m31_cpu.kernels import WEIGHT_FIELDS
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from m31.errors import BackendRefused, LayoutMismatch
-from m31.sdk.backend import ExportedPages, KVCache, KVLayout, KVSpec
+from m31.sdk import ExportedPages, KVCache, KVLayout, KVSpec
 from m31_reference.codecs import Codec, codec
 
 MAKER, VERSION = "m31-reference", 2  # the name of this byte order; a change of the parts below raises the version

@@ -59,7 +59,9 @@ def _rope_table(attrs: Attrs) -> RunKernel:
     def run(outs: Outs, ins: Ins, w: None, workspace: Tensor | None) -> None:
         # Every step rounds to float32, whatever the compute dtype: MODEL.md §2.3 defines the table so.
         exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        inv_freq = (1.0 / (theta**exponent)).to(ins[0].device)
+        # The power is the nearest float32: torch's own differs by an ulp for some widths, and with the machine.
+        power = torch.pow(torch.tensor(theta).double(), exponent.double()).float()
+        inv_freq = (1.0 / power).to(ins[0].device)
         angle = ins[0].to(torch.float32)[:, None] * inv_freq
         outs[0].copy_(angle.cos())
         outs[1].copy_(angle.sin())

@@ -13,8 +13,7 @@ from m31.errors import BackendRefused, NonFiniteWeight
 from m31.formats import nvfp4
 from m31.formats.arithmetic import NAMED, ArithmeticSpec
 from m31.graph import Arithmetic, Kernel, OpInstance, Refusal, Shard, StepClass
-from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Limits, Session
-from m31.sdk.memory import host_memory_free
+from m31.sdk import Backend, KVLayout, KVSpec, LazyTensor, Limits, Session, host_memory_free
 from m31_reference.attention import ATTENTION
 from m31_reference.cache import PagedLayout
 from m31_reference.draft import DRAFT

@@ -21,7 +21,7 @@ from m31.formats.transforms import (
     to_block_fp8,
     worst,
 )
-from m31.sdk.backend import LazyTensor, StoredPart
+from m31.sdk import LazyTensor, StoredPart
 
 
 class Transformed:

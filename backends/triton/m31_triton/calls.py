@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from m31.graph import StepClass
-from m31.sdk.backend import KVCache
+from m31.sdk import KVCache
 from m31_triton.launch import (
     IndexBranch,
     Pages,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from m31.graph import BoundGraph, DefaultPlan, PlannedCall, StepBatch, StepClass
-from m31.sdk.backend import KVCache
+from m31.sdk import KVCache
 from m31_triton.capture import Capture, Pointer, frozen
 from m31_triton.errors import CaptureMismatch
 from m31_triton.launch import Launch, Runner

@@ -13,8 +13,7 @@ from m31.errors import BackendRefused
 from m31.formats.arithmetic import ArithmeticSpec
 from m31.graph import Arithmetic, BoundGraph, Kernel, OpInstance, Refusal, Shard, StepClass
 from m31.ops import StateType
-from m31.sdk.backend import Backend, KVLayout, KVSpec, LazyTensor, Session
-from m31.sdk.memory import host_memory_free
+from m31.sdk import Backend, KVLayout, KVSpec, LazyTensor, Session, host_memory_free
 from m31_triton.calls import attend, insert
 from m31_triton.launch import ROWS, Runner, decode_splits, interpreted, on_device, workspace_size
 from m31_triton.plan import CapturedPlan, Launched

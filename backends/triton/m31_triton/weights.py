@@ -11,7 +11,7 @@ from torch import Tensor
 
 from m31.errors import NonFiniteWeight
 from m31.formats.transforms import Loss
-from m31.sdk.backend import LazyTensor
+from m31.sdk import LazyTensor
 
 MATRICES = ("q", "k", "v", "iq", "ik")
 """Arguments of the op `qkv_insert` in the order in which a row of the product has them."""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
+from m31.cli import conform_arguments
 from m31.cli.output import Output
 
 EXIT_CODES = """exit codes:
@@ -225,6 +226,16 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _new_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the backend: lower case, digits and hyphens")
+    parser.add_argument("--dir", metavar="DIR", help="folder to create (default: m31-NAME-backend)")
+
+
+def _lint_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="project folder, or package folder, of a backend")
+    parser.add_argument("--json", action="store_true", help="write one JSON document")
+
+
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "run": ("generate text from a prompt", _run),
     "chat": ("talk to a model", _chat),
@@ -233,7 +244,10 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "convert": ("write a checkpoint in another format", _convert),
     "explain": ("show which kernel runs which op, and why", _explain),
     "demo": ("write a small checkpoint with random weights", _demo),
+    "new-backend": ("write the package of a new backend, which passes L0 as it is", _new_backend),
+    "lint-backend": ("check what a backend's source names of m31, and its manifest", _lint_backend),
     "train": ("train a small model, or a draft head, for the arithmetic that it will be served with", _train),
+    "conform": ("judge whether a backend computes this model", lambda parser: None),
 }
 
 
@@ -260,6 +274,7 @@ def build() -> tuple[Parser, dict[str, Parser]]:
     for name, (summary, fill) in COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         fill(parsers[name])
+    parsers |= conform_arguments.add(parsers["conform"], Parser)
     return top, parsers
 
 
@@ -292,7 +307,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         # argparse gives the first word to PROMPT when a flag stands between the two: `run CKPT --raw PROMPT`.
         args.checkpoint, args.prompt, extra = args.prompt, extra[0], []
     if extra:
-        parser = parsers[args.command]
+        parser = parsers[conform_arguments.name_of(args)]
         word = _first_flag(extra)
         if not word.startswith("-"):
             parser.error(
@@ -301,7 +316,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         flag = word.split("=", 1)[0]
         near = nearest(flag, parser.flags())
         parser.error(f"unknown flag '{flag}'" + (f"; did you mean '{near}'?" if near else ""))
-    _check(args, parsers[args.command])
+    _check(args, parsers[conform_arguments.name_of(args)])
     return args
 
 

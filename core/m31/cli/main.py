@@ -29,6 +29,9 @@ _MODULES = {
     "demo": "m31.cli.demo",
     "explain": "m31.cli.explain",
     "train": "m31.cli.train",
+    "new-backend": "m31.cli.new_backend",
+    "lint-backend": "m31.cli.lint_backend",
+    "conform": "m31.cli.conform",
 }
 
 

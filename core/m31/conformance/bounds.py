@@ -45,6 +45,14 @@ def roundoff(name: str) -> float:
     return float(2.0 ** -_SIGNIFICAND[name])
 
 
+def underflow(arithmetic: Arithmetic) -> float:
+    """An absolute error that any result may have: some devices take what lies below the smallest normal number for 0,
+    in operands, partial sums and results. A thousand such numbers; of float16, whose smallest are not that small, one.
+    """
+    allowed = {"float64": 2.0**-1012, "float16": 2.0**-24}
+    return max(allowed.get(name, 2.0**-116) for name in (arithmetic.accumulate, arithmetic.output))
+
+
 def bound(arithmetic: Arithmetic, reference: F64, magnitude: F64, terms: int, *, given: str) -> F64:
     """The largest error, element by element, of sums of `terms` products.
 

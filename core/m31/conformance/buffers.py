@@ -10,7 +10,8 @@ from m31.errors import ContractViolation
 
 _GUARD = 2  # rows or elements around a buffer
 _BYTES = 256  # around a workspace
-_WILD = -(2**40)  # an index that no table has
+WILD = -(2**40)
+"""An index that no table has; what an output of indices holds before it is written."""
 _SENTINEL = 12345.0
 
 
@@ -36,7 +37,7 @@ class Buffer:
     ) -> None:
         self.written = values is None
         real = dtype.is_floating_point
-        around = (_SENTINEL if self.written else torch.nan) if real else (_SENTINEL if self.written else _WILD)
+        around = (_SENTINEL if self.written else torch.nan) if real else (_SENTINEL if self.written else WILD)
         wide, cut = [], []
         for axis, n in enumerate(shape):
             if gaps:
@@ -52,7 +53,7 @@ class Buffer:
         whole = torch.full(wide, around, dtype=dtype, device=device)
         self.tensor = whole[tuple(cut)]
         if values is None:
-            self.tensor.fill_(torch.nan if real else _WILD)
+            self.tensor.fill_(torch.nan if real else WILD)
         else:
             self.tensor.copy_(values)
         inside = torch.zeros(wide, dtype=torch.bool, device=device)
@@ -71,22 +72,6 @@ class Buffer:
             what = f"writes {int(changed.sum())} elements {'around' if self.written else 'of or around'} '{name}'"
             raise ContractViolation(
                 "arithmetic", what, where=where, expected="every element of the outputs and nothing else to be written"
-            )
-
-    def require_written(self, name: str, where: str) -> None:
-        """Every element of an output that is a number was written. Only for results that are all numbers.
-
-        Raises:
-            ContractViolation: names the first that was not.
-        """
-        left = self.tensor.isnan() if self.tensor.is_floating_point() else self.tensor == _WILD
-        if bool(left.any()):
-            first = left.nonzero()[0].tolist()
-            raise ContractViolation(
-                "arithmetic",
-                f"leaves {int(left.sum())} elements of '{name}' as they were, or makes them NaN, the first at {first}",
-                where=where,
-                expected="every element of the outputs to be written",
             )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from m31.conformance.bench import Bench
+if TYPE_CHECKING:  # the types below are read by programs that never open a backend, and need no torch for it
+    from m31.conformance.bench import Bench
 
 Level = Literal["L0", "L1", "L2", "L3", "L4"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -20,12 +21,13 @@ known. ids: equal, but where two scores are nearer to each other than their boun
 fit. agreement: of a whole model with the reference under the same arithmetic (divergence, choice of the next token).
 """
 
-Outcome = Literal["passed", "failed", "refused", "fallback", "unclaimed", "recorded", "interrupted"]
+Outcome = Literal["passed", "failed", "refused", "fallback", "unclaimed", "skipped", "recorded", "interrupted"]
 """What became of an item.
 
 refused: the backend has no kernel for this shape or this combination, which it may say, as long as everything that it
 claims is exercised by other items. fallback: the op is left to the reference, as the manifest says. unclaimed: the
-manifest does not claim what it needs. recorded: run here, to be judged elsewhere.
+manifest does not claim what it needs. skipped: an entry of `expect.toml` says not to run it. recorded: run here, to be
+judged elsewhere. interrupted: it was running when the run was stopped.
 """
 
 

@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from m31.conformance.bounds import F64, KNOWN
+from m31.conformance import composition, intervals, twin
+from m31.conformance.bounds import F64, underflow
+from m31.conformance.item import Verdict
 from m31.conformance.op_bounds import BOUNDS, Given, score_bound
-from m31.errors import ContractViolation
-from m31.graph import Arithmetic, Kernel
+from m31.errors import ContractViolation, SuiteError
+from m31.graph import Arithmetic
 from m31.ops import OpSpec
 from m31.ops.body import FusedOp
 
-_BLOCKS = ("mxfp8", "e2m1", "e4m3")
-"""Formats whose error is relative to a block or a range, not to the element."""
+_CLEAN = Arithmetic("float32", "float32", "float32")
+"""A bound that lets nonsense through even under this arithmetic is a fault of the suite, not of a declaration."""
 
 
-def unjudged(spec: OpSpec, kernel: Kernel) -> str | None:
+@dataclass(frozen=True)
+class Context:
+    """What of a case a judge knows besides its numbers.
+
+    Args:
+        stored: how the weights are stored.
+        formats: of keys and values, and of index keys, in pages.
+        written: what was written to the pages before the call.
+    """
+
+    stored: str
+    formats: tuple[str, str]
+    written: Mapping[tuple[int, str], F64]
+
+
+def unjudged(spec: OpSpec, arithmetic: Arithmetic, attrs: Any) -> str | None:
     """Why the bound of a kernel is not known, or None."""
     if spec.criterion == "exact":
         return None
     if isinstance(spec, FusedOp):
-        return "a fused op has no bound yet: compare with its body (`m31.graph.unfused`)"
-    for name in kernel.arithmetic.operands.replace(", ", "*").split("*"):
-        if name in _BLOCKS or name not in KNOWN:
-            return f"no elementwise bound for operands in {name} ({kernel.arithmetic.operands})"
+        reason = composition.unknown(spec, attrs)
+        if reason or not twin.quantises(arithmetic):
+            return reason
+        return f"which product of a fused op quantises what is not said ({arithmetic.operands})"
+    if twin.quantises(arithmetic):
+        return twin.unknown(spec.name, arithmetic)
     return None
 
 
-def require_likeness(spec: OpSpec, given: Given, got: Sequence[Any], where: str) -> None:
+def require_likeness(spec: OpSpec, given: Given, got: Sequence[Any], where: str) -> Verdict:
     """Where no bound is known: on the whole, each output is less than half as far from the definition as zeros, a
     constant or a shuffled result would be.
 
     Raises:
         ContractViolation: one is not.
     """
+    worst = Verdict()
     for arg, have, want in zip(spec.outputs, got, given.expected, strict=True):
         if isinstance(want, dict):
             (before,) = (x for a, x in zip(spec.inputs, given.args, strict=True) if a.kind == "state")
@@ -44,54 +65,125 @@ def require_likeness(spec: OpSpec, given: Given, got: Sequence[Any], where: str)
                 written = array != before[key]
                 written &= ~(np.isnan(array) & np.isnan(before[key]))
                 place = f"{where}, pages '{key[1]}'"
-                _require_exact(np.where(written, 0, have[key]), np.where(written, 0, array), place)
-                _require_likeness(have[key][written], array[written], given.arithmetic, place)
+                require_exact(np.where(written, 0, have[key]), np.where(written, 0, array), place)
+                worst = _worse(worst, _likeness(have[key][written], array[written], given.arithmetic, place))
         elif arg.dtype != "int64" and np.isfinite(want).all():
-            _require_likeness(have, want, given.arithmetic, f"{where}, output '{arg.name}'")
+            worst = _worse(worst, _likeness(have, want, given.arithmetic, f"{where}, output '{arg.name}'"))
+    return worst
 
 
-def _require_likeness(got: F64, want: F64, arithmetic: Arithmetic, where: str) -> None:
-    off = np.linalg.norm(got - want)
+def _likeness(got: F64, want: F64, arithmetic: Arithmetic, where: str) -> Verdict:
+    off, worst = float(np.linalg.norm(got - want)), Verdict()
     for name, impostor in _impostors(want):
-        if not off < np.linalg.norm(impostor - want) / 2:
+        allowed = float(np.linalg.norm(impostor - want)) / 2
+        if not off < allowed:
             raise ContractViolation(
                 "arithmetic",
                 f"declares {arithmetic.operands}, and its result is hardly nearer than {name}",
                 where=where,
                 expected="less than half as far from the definition",
             )
+        worst = _worse(worst, Verdict(margin=off / allowed, max_error=off, allowed=allowed, where=_place(where)))
+    return worst
 
 
-def require(spec: OpSpec, given: Given, got: Sequence[Any], where: str, stored: Callable[[Any], Any]) -> None:
-    """Judge the outputs of an op.
-
-    Args:
-        stored: float64 values as the pages of the case hold them.
+def require(spec: OpSpec, given: Given, got: Sequence[Any], where: str, context: Context) -> Verdict:
+    """Judge the outputs of an op, the kernel of which has a bound (`unjudged`).
 
     Raises:
-        ContractViolation: one is outside, or the bound lets anything through.
+        ContractViolation: one is outside, or the declaration lets anything through.
+        SuiteError: the bound would let anything through under any arithmetic.
     """
     if spec.name == "router":
-        _require_router(given, got, where)
-        return
-    allowed = BOUNDS[spec.name](given) if spec.criterion == "bound" else [None] * len(got)
-    for arg, have, want, bound in zip(spec.outputs, got, given.expected, allowed, strict=True):
+        return _require_router(given, got, where)
+    given, measured = _expected(spec, given, context)
+    clean: list[Any] | None = None
+    worst = Verdict(margin=0.0, max_error=0.0, allowed=0.0) if spec.criterion == "exact" else Verdict()
+    for at, (arg, have, (want, bound)) in enumerate(zip(spec.outputs, got, measured, strict=True)):
+        place = f"{where}, output '{arg.name}'"
         if isinstance(want, dict):
             for key, array in want.items():
-                _require_exact(have[key], stored(array), f"{where}, pages '{key[1]}'")
+                place = f"{where}, pages '{key[1]}'"
+                if bound is None:
+                    require_exact(have[key], array, place)
+                    continue
+                written = bound[key] >= 0
+                require_exact(np.where(written, 0, have[key]), np.where(written, 0, array), place)
+                part = have[key][written], array[written], bound[key][written]
+                worst = _worse(worst, within(*part, given.arithmetic, place))
         elif bound is None:
-            _require_exact(have, want, f"{where}, output '{arg.name}'")
+            require_exact(have, want, place)
         else:
-            within(have, want, bound, given.arithmetic, f"{where}, output '{arg.name}'")
+
+            def strict(at: int = at) -> F64:
+                nonlocal clean
+                clean = clean or [b for _, b in _expected(spec, _cleaned(given), context)[1]]
+                found: F64 = clean[at]
+                return found
+
+            worst = _worse(worst, within(have, want, bound, given.arithmetic, place, strict=strict))
+    return worst
 
 
-def within(got: F64, want: F64, allowed: F64, arithmetic: Arithmetic, where: str) -> None:
+def _cleaned(given: Given) -> Given:
+    return replace(given, arithmetic=_CLEAN, format="float32")
+
+
+def _expected(spec: OpSpec, given: Given, context: Context) -> tuple[Given, list[tuple[Any, Any]]]:
+    """The call as the kernel declares to compute it, with result and allowed error of each output; None for exact."""
+    if isinstance(spec, FusedOp) and spec.criterion == "bound":
+        want, allowed = composition.bounds(spec, given, context.formats)
+        return given, list(zip(want, allowed, strict=True))
+    if spec.criterion == "exact":
+        return given, [(_as_stored(value, context), None) for value in given.expected]
+    if twin.quantises(given.arithmetic):
+        return _twin(spec, given, context)
+    return given, list(zip(given.expected, BOUNDS[spec.name](given), strict=True))
+
+
+def _twin(spec: OpSpec, given: Given, context: Context) -> tuple[Given, list[tuple[Any, Any]]]:
+    if spec.name == "experts":
+        want, allowed = twin.experts(given, context.stored)
+        return given, list(zip(want, allowed, strict=True))
+    if spec.name == "linear":
+        clean = twin.linear(given)
+    else:
+        read = twin.reader(given, context.written, context.formats[spec.name == "block_scores"])
+        if twin.probabilities(given.arithmetic) and spec.name != "block_scores":
+            want, allowed = twin.attention(read)
+            return given, list(zip(want, allowed, strict=True))
+        plain = [v["weight"] if isinstance(v, dict) and set(v) == {"weight"} else v for v in read.args]
+        clean = replace(twin.plain(read), expected=spec.naive(given.attrs, *plain))
+    return given, list(zip(clean.expected, BOUNDS[spec.name](clean), strict=True))
+
+
+def _as_stored(value: Any, context: Context) -> Any:
+    """Pages as they hold what was written; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {key: intervals.stored(context.formats[key[1] == "index"], array) for key, array in value.items()}
+
+
+def within(
+    got: F64,
+    want: F64,
+    allowed: F64,
+    arithmetic: Arithmetic,
+    where: str,
+    *,
+    strict: Callable[[], F64] | None = None,
+) -> Verdict:
     """Every element within its bound, infinities equal, and no impostor within it as well.
+
+    Args:
+        strict: what would be allowed under float32, to tell a vague declaration from a vague bound.
 
     Raises:
         ContractViolation: the first kind names the worst element, the second the impostor.
+        SuiteError: an impostor would pass under float32 too.
     """
     declared = f"{arithmetic.operands}, accumulated in {arithmetic.accumulate}, written in {arithmetic.output}"
+    allowed = np.where(allowed > 0, allowed + underflow(arithmetic), allowed)
     real = np.isfinite(want)
     outside = _outside(got, want, allowed)
     if outside.any():
@@ -107,18 +199,53 @@ def within(got: F64, want: F64, allowed: F64, arithmetic: Arithmetic, where: str
         )
     for name, impostor in _impostors(want):
         if not _outside(impostor, want, allowed).any():
+            if strict is not None and not _outside(impostor, want, strict()).any():
+                raise SuiteError(
+                    f"{name} would pass under any arithmetic", where=where, expected="a case and a bound that say more"
+                )
             raise ContractViolation(
                 "arithmetic",
                 f"declares {declared}, which {name} would pass",
                 where=where,
                 expected="a declaration that says something about the result",
             )
+    return _margin(got, want, allowed, where)
+
+
+def _margin(got: F64, want: F64, allowed: F64, where: str) -> Verdict:
+    counts = np.isfinite(want) & (allowed > 0)
+    if not counts.any():
+        return Verdict()
+    error = np.where(counts, np.abs(got - np.where(counts, want, 0)), 0)
+    ratio = error / np.where(counts, allowed, 1)
+    at = np.unravel_index(int(ratio.argmax()), ratio.shape)
+    place = f"{_place(where)}{[int(i) for i in at]}"
+    return Verdict(margin=float(ratio[at]), max_error=float(error[at]), allowed=float(allowed[at]), where=place)
+
+
+def _place(where: str) -> str:
+    """The output's name, from a full label."""
+    return where.rpartition(", ")[2]
+
+
+def _worse(a: Verdict, b: Verdict) -> Verdict:
+    """The one nearer to its bound."""
+    return max(a, b, key=lambda v: -1.0 if v.margin is None else v.margin)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The one nearest to its bound."""
+    found = Verdict()
+    for verdict in verdicts:
+        found = _worse(found, verdict)
+    return found
 
 
 def _outside(got: F64, want: F64, allowed: F64) -> Any:
     real = np.isfinite(want)
     with np.errstate(invalid="ignore"):
-        return np.where(real, ~(np.abs(got - np.where(real, want, 0)) <= allowed), got != want)
+        same = (got == want) | (np.isnan(got) & np.isnan(want))
+        return np.where(real, ~(np.abs(got - np.where(real, want, 0)) <= allowed), ~same)
 
 
 def _impostors(want: F64) -> Iterator[tuple[str, F64]]:
@@ -139,7 +266,12 @@ def _impostors(want: F64) -> Iterator[tuple[str, F64]]:
             yield name, made
 
 
-def _require_exact(got: Any, want: Any, where: str) -> None:
+def require_exact(got: Any, want: Any, where: str) -> None:
+    """The same numbers, NaN where the definition has it.
+
+    Raises:
+        ContractViolation: names the first that is not.
+    """
     if np.array_equal(got, want, equal_nan=True):
         return
     wrong = ~((got == want) | (np.isnan(got) & np.isnan(want)))
@@ -152,7 +284,7 @@ def _require_exact(got: Any, want: Any, where: str) -> None:
     )
 
 
-def _require_router(g: Given, got: Sequence[Any], where: str) -> None:
+def _require_router(g: Given, got: Sequence[Any], where: str) -> Verdict:
     """Ids in order, but for two scores that are closer than their bounds and not equal; weights for the ids given."""
     ids, weights = got[0].astype(np.int64), got[1]
     score, off = score_bound(g)
@@ -173,4 +305,15 @@ def _require_router(g: Given, got: Sequence[Any], where: str) -> None:
     total = chosen.sum(1, keepdims=True)
     want = chosen / total
     allowed = g.out * want + (wide + want * wide.sum(1, keepdims=True)) / total + (4 + ids.shape[1]) * g.u * want
-    within(weights, want, allowed, g.arithmetic, f"{where}, output 'weights'")
+    return within(weights, want, allowed, g.arithmetic, f"{where}, output 'weights'")
+
+
+__all__ = [
+    "Context",
+    "require",
+    "require_exact",
+    "require_likeness",
+    "unjudged",
+    "within",
+    "worst",
+]

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from m31 import ops
-from m31.conformance import judge, oracle
+from m31.conformance import judge, oracle, twin
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Verdict
 from m31.conformance.op_bounds import BOUNDS, Given
 from m31.conformance.rig import Forms, Part, Rig, Run
 from m31.engine.opening import Opened
 from m31.errors import ContractViolation
-from m31.graph import NO_ROUNDING, Arithmetic, Call, Kernel, ModelGraph, StepClass, StepSize, trace
+from m31.graph import NO_ROUNDING, Arithmetic, Call, ModelGraph, StepClass, StepSize, trace
 from m31.ops import OpSpec, StateType, TensorType, ValueType, WeightDecl
 from m31.sdk.backend import stored_as
 
@@ -242,11 +242,11 @@ def judge_layer(graph: ModelGraph, where: str, evidence: Evidence) -> Verdict:
             scores = given, got
         if call.op.spec.name == "block_select" and f"own.{entry['op']}" in arrays and scores is not None:
             _require_blocks(scores[0], arrays[f"own.{entry['op']}"], call.op.attrs, arrays, place)
-        if _in_blocks(call.op.spec, arithmetic):
+        if _in_blocks(call.op.spec, arithmetic, call.op.attrs):
             alike.append(entry["op"])
             judge.require_likeness(call.op.spec, given, got, place)
             continue
-        judge.require(call.op.spec, given, got, place, lambda value: value)
+        judge.require(call.op.spec, given, got, place, judge.Context("", ("", ""), {}))
         worst = max(worst, _margin(call.op.spec, given, got, entry["op"], worst.note), key=lambda v: v.margin or 0.0)
     if alike:
         worst = Verdict(
@@ -255,10 +255,9 @@ def judge_layer(graph: ModelGraph, where: str, evidence: Evidence) -> Verdict:
     return worst
 
 
-def _in_blocks(spec: OpSpec, arithmetic: Arithmetic) -> bool:
-    """Whether no elementwise bound is known, because operands are quantised in blocks or to a range."""
-    kernel = Kernel(name="", run=lambda *_: None, arithmetic=arithmetic, workspace_bytes=0, why="")
-    return judge.unjudged(spec, kernel) is not None
+def _in_blocks(spec: OpSpec, arithmetic: Arithmetic, attrs: Mapping[str, Any]) -> bool:
+    """Whether no elementwise bound is known here: operands are quantised, or the op is a fused one without one."""
+    return twin.quantises(arithmetic) or judge.unjudged(spec, arithmetic, attrs) is not None
 
 
 def _given(

@@ -13,16 +13,18 @@ the rounding of the accumulation, u_out that of the result, and unit(K) = c sqrt
     router            a score: unit(K) |h|.|w| / 4 + 4 u, the slope of a sigmoid being at most 1/4; ids may differ where
                       two scores are closer than that, and not equal
     lora_logits       a sum, and the logits that it is added to
-    experts           gate and up as sums, passed on with the activation's slopes (<= 1.1 and |g|), then w2 as a sum
+    experts           gate and up as sums, passed on through the activation (`activated`), then w2 as a sum
     lora_experts      the same; of each product with an adapter, A and B as sums one after the other
     attention         logits as sums; a softmax passes an error d on as 2 d of each weight; values as a sum
+    markov_bias       a sum of one product more
+    confidence        the error of its sum, times the slope of a sigmoid
 
 What lies between two products is an operand of the second and may be rounded as one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +36,8 @@ from m31.ops import Attrs
 from m31.ops.moe import activation
 from m31.ops.select import sequences
 
-_SLOPE = 1.1
-"""Largest slope of g sigmoid(alpha g)."""
+_LOWEST = -1.2784645427610738
+"""Where x sigmoid(x) is lowest; it falls before and rises after."""
 _DEFINITION = 2.0**-51
 """How far the definition's own sigmoid may be off: 1 + tanh cancels where it is small."""
 
@@ -123,6 +125,26 @@ def _swiglu(g: Given) -> tuple[F64, ...]:
     return (opened * np.abs(bounded) * (relative * sigmoid + _DEFINITION),)
 
 
+def activated(attrs: Attrs, gate: F64, off_gate: F64, up: F64, off_up: F64) -> F64:
+    """How far SwiGLU-OAI may be off if gate and up are off by so much: x sigmoid(alpha x) has one lowest point, so that
+    its extremes over an interval lie there or at the ends; a clamp keeps order."""
+    alpha, limit = attrs["alpha"], attrs["limit"]
+
+    def shape(x: F64) -> F64:
+        bounded = np.minimum(x, limit)
+        made: F64 = bounded * 0.5 * (1 + np.tanh(0.5 * alpha * bounded))
+        return made
+
+    here, lowest = shape(gate), np.full_like(gate, _LOWEST / alpha)
+    off = np.maximum(np.abs(shape(gate + off_gate) - here), np.abs(shape(gate - off_gate) - here))
+    within = np.abs(gate - lowest) <= off_gate
+    off = np.maximum(off, np.where(within, np.abs(shape(lowest) - here), 0))
+    clipped, high, low = (np.clip(x, -limit, limit) for x in (up, up + off_up, up - off_up))
+    off_clipped = np.maximum(high - clipped, clipped - low)
+    passed: F64 = np.abs(clipped + attrs["beta"]) * off + np.abs(here) * off_clipped + off * off_clipped
+    return passed
+
+
 def _experts(g: Given) -> tuple[F64, ...]:
     h, ids, weights, w = g.args
     alpha, limit, factor = g.attrs["alpha"], g.attrs["limit"], g.attrs["routed_scaling_factor"]
@@ -139,9 +161,8 @@ def _experts(g: Given) -> tuple[F64, ...]:
                 low_gate, more_gate = _low_rank(g, w, f"w1.{e}", h[t], given=True)
                 low_up, more_up = _low_rank(g, w, f"w3.{e}", h[t], given=True)
                 gate, up, off_gate, off_up = gate + low_gate, up + low_up, off_gate + more_gate, off_up + more_up
-            bounded, clipped = np.minimum(gate, limit), np.clip(up, -limit, limit)
-            act = activation(gate, up, g.attrs)
-            off = (np.abs(clipped) + abs(g.attrs["beta"])) * _SLOPE * off_gate + np.abs(bounded) * off_up
+            act, bounded = activation(gate, up, g.attrs), np.minimum(gate, limit)
+            off = activated(g.attrs, gate, off_gate, up, off_up)
             off += (8 * g.u * (1 + np.abs(alpha * bounded)) + g.rounding) * np.abs(act)
             product = np.abs(w2) @ (off + g.inner(len(act)) * np.abs(act))
             down = w2 @ act
@@ -188,25 +209,76 @@ def _block_scores(g: Given) -> tuple[F64, ...]:
     return (g.out * np.abs(finite) + g.unit(q.shape[2]) * magnitude,)
 
 
-def _attention(g: Given) -> tuple[F64, ...]:
+def visible(g: Given) -> Iterator[tuple[int, slice, F64, F64, F64]]:
+    """Of every row and query head of an attention: row, channels of the result, logits [n], how far each of them may be
+    off, and the values [n, D] of the tokens that it sees."""
     q, kv, *blocks, positions, cu_q, _, table = g.args
     keys, values, scale = kv[g.attrs["layer"], "k"], kv[g.attrs["layer"], "v"], g.attrs["scale"]
     page, dim, group = keys.shape[2], q.shape[2], q.shape[1] // g.attrs["kv_heads"]
-    allowed = g.out * np.abs(g.expected[0])
     for s, rows in sequences(cu_q):
         for t in rows:
             for j in range(q.shape[1]):
                 h, at = j // group, np.arange(int(positions[t]) + 1)
                 at = at[np.isin(at // page, blocks[0][t, h])] if blocks else at
                 k, v = (x[table[s, at // page], h, at % page] for x in (keys, values))
-                logits = k @ q[t, j] * scale
-                weight = np.exp(logits - logits.max())
-                weight /= weight.sum()
-                off = g.unit(dim) * scale * (np.abs(k) @ np.abs(q[t, j]))
-                off += 4 * g.u * (1 + np.abs(logits - logits.max()))
-                share = weight * (off + off.max()) + weight * g.inner(len(at))
-                allowed[t, j * dim : (j + 1) * dim] += (share + 4 * g.u * weight) @ np.abs(v)
+                yield t, slice(j * dim, (j + 1) * dim), *_logits(g, q[t, j], k, scale), v
+
+
+def _drafted(g: Given) -> Iterator[tuple[int, slice, F64, F64, F64]]:
+    """The same of the attention of a drafted block."""
+    q, k, v, kv, positions, cu_q, seq_lens, table = g.args
+    keys, values, scale = kv[g.attrs["layer"], "k"], kv[g.attrs["layer"], "v"], g.attrs["scale"]
+    page, dim, group = keys.shape[2], q.shape[2], q.shape[1] // g.attrs["kv_heads"]
+    own_v = v.reshape(k.shape)
+    for s, rows in sequences(cu_q):
+        context = int(seq_lens[s]) - len(rows)
+        for t in rows:
+            at = np.arange(max(0, int(positions[t]) - g.attrs["window"] + 1), max(context, 0))
+            for j in range(q.shape[1]):
+                h = j // group
+                seen_k, seen_v = (
+                    np.concatenate([x[table[s, at // page], h, at % page], own[list(rows), h]])
+                    for x, own in ((keys, k), (values, own_v))
+                )
+                yield t, slice(j * dim, (j + 1) * dim), *_logits(g, q[t, j], seen_k, scale), seen_v
+
+
+def _logits(g: Given, q: F64, k: F64, scale: float) -> tuple[F64, F64]:
+    logits = k @ q * scale
+    off = g.unit(len(q)) * scale * (np.abs(k) @ np.abs(q))
+    return logits, off + 4 * g.u * (1 + np.abs(logits - logits.max()))
+
+
+def _softmax(g: Given, rows: Iterator[tuple[int, slice, F64, F64, F64]]) -> tuple[F64, ...]:
+    allowed = g.out * np.abs(g.expected[0])
+    for row, part, logits, off, v in rows:
+        weight = np.exp(logits - logits.max())
+        weight /= weight.sum()
+        share = weight * (off + off.max()) + weight * g.inner(len(v))
+        allowed[row, part] += (share + 4 * g.u * weight) @ np.abs(v)
     return (allowed,)
+
+
+def _attention(g: Given) -> tuple[F64, ...]:
+    return _softmax(g, visible(g))
+
+
+def _draft_attention(g: Given) -> tuple[F64, ...]:
+    return _softmax(g, _drafted(g))
+
+
+def _markov_bias(g: Given) -> tuple[F64, ...]:
+    base, m, w2 = g.args
+    magnitude = np.abs(base) + np.abs(m) @ np.abs(w2["weight"]).T
+    return (g.out * np.abs(g.expected[0]) + g.unit(m.shape[1] + 1) * magnitude,)
+
+
+def _confidence(g: Given) -> tuple[F64, ...]:
+    u, m, w = g.args
+    x = np.concatenate([u, m], axis=1) if g.attrs["with_markov"] else u
+    magnitude = np.abs(x) @ np.abs(w["weight"][0]) + np.abs(w["bias"][0])
+    c = g.expected[0]
+    return (g.out * c + (g.unit(x.shape[1] + 1) * magnitude + 8 * g.u) * c * (1 - c) + 4 * g.u * c,)
 
 
 def score_bound(g: Given) -> tuple[F64, F64]:
@@ -232,6 +304,9 @@ BOUNDS: Mapping[str, Callable[[Given], tuple[F64, ...]]] = {
     "block_scores": _block_scores,
     "sparse_attention": _attention,
     "dense_attention": _attention,
+    "draft_attention": _draft_attention,
+    "markov_bias": _markov_bias,
+    "confidence": _confidence,
 }
 """By op: all of the text model and of adapters with the criterion `bound` but the router, whose ids decide what its
 weights are."""

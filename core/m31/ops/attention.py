@@ -36,10 +36,11 @@ def _naive(attrs: Attrs, q: Any, kv: Any, context: Sequence[Any], blocks: Any | 
         for t in rows:
             for j in range(q.shape[1]):
                 h = j // group
+                chosen = None if blocks is None else set(blocks[t, h].tolist())
                 visible = [
                     (page_table[s, n // page], n % page)
                     for n in range(int(positions[t]) + 1)
-                    if blocks is None or n // page in blocks[t, h]
+                    if chosen is None or n // page in chosen
                 ]
                 k = np.stack([keys[p, h, o] for p, o in visible])
                 v = np.stack([values[p, h, o] for p, o in visible])

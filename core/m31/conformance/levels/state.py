@@ -13,7 +13,7 @@ import torch
 from m31.conformance import oracle
 from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, Verdict
-from m31.conformance.levels import drafts, pages, steps
+from m31.conformance.levels import drafts, pages, steps, written
 from m31.conformance.levels.forms import checkpoints, prompt
 from m31.conformance.levels.steps import rig
 from m31.conformance.rig import F32, Forms, Part, Rig
@@ -32,6 +32,7 @@ def items(manifest: Manifest) -> Iterator[Item]:
     yield from pages.items(manifest)
     yield from steps.items(manifest)
     yield from drafts.items(manifest)
+    yield from written.items(manifest)
     yield from _dispatch(manifest)
 
 
