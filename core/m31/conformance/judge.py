@@ -303,7 +303,8 @@ def _require_router(g: Given, got: Sequence[Any], where: str) -> Verdict:
             )
     chosen, wide = np.take_along_axis(score, ids, 1), np.take_along_axis(off, ids, 1)
     total = chosen.sum(1, keepdims=True)
-    want = chosen / total
+    # The definition's own weights where its choice was made; so a wrong definition shows as well.
+    want = np.where((ids == wanted).all(1, keepdims=True), g.expected[1], chosen / total)
     allowed = g.out * want + (wide + want * wide.sum(1, keepdims=True)) / total + (4 + ids.shape[1]) * g.u * want
     return within(weights, want, allowed, g.arithmetic, f"{where}, output 'weights'")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from m31.errors import RequestError
 
 _SECONDS = 20.0
-"""A mutant that loops is stopped after so long."""
+"""A mutant that loops is stopped after so long in one check."""
 
 _OPERATORS: dict[type[ast.operator], tuple[type[ast.operator], ...]] = {
     ast.Add: (ast.Sub,),
@@ -160,17 +160,17 @@ def killed(mutant: Mutant, checks: Sequence[Callable[[], None]], seconds: float 
 
     Args:
         checks: pass by returning.
-        seconds: what takes longer is dead. Needs the main thread.
+        seconds: a check that takes longer has killed it. Needs the main thread.
     """
 
     def late(signum: int, frame: types.FrameType | None) -> None:
         raise TimeoutError(f"more than {seconds:g} s")
 
     old = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         with applied(mutant):
             for check in checks:
+                signal.setitimer(signal.ITIMER_REAL, seconds)  # of each: a survivor runs them all
                 check()
     except Exception as error:  # noqa: BLE001  # a mutant may do anything
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
