@@ -1,4 +1,4 @@
-"""Backends with one mistake each: each must be caught, or the suite has a gap (DESIGN.md §7, ANCHORS.md A12, A14-5).
+"""Backends with one mistake each: each must be caught, or the suite has a gap (DESIGN.md §7).
 
 A `Fault` is data: which mistake, where it was seen, and which item finds it. `FaultyBackend` wraps a healthy backend,
 so that a bench takes it like any other.

@@ -111,7 +111,7 @@ class Fault:
     Args:
         name: unique, kebab-case.
         what: the mistake, one sentence.
-        source: where it was seen: a number of BUGS.md, a section of ANCHORS.md or DESIGN.md.
+        source: where it was seen: a report (BUG-n), or a section of the design.
         level, subject: of the items that are run against it.
         catches: pattern of the ids of which one should catch it; of the claim, where `by` is "omission".
         break_: the mistake.

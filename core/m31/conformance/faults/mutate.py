@@ -1,5 +1,5 @@
 """Mutation of functions that the suite judges: if a changed operator, bound or constant passes every item, the suite
-has a gap, or the change changes nothing (ANCHORS.md A13, "mutation check of the suite").
+has a gap, or the change changes nothing.
 
 Functions are changed in memory: a mutant is compiled from its module's syntax tree, and its code takes the place of the
 function's own for as long as it is tried.
