@@ -66,7 +66,7 @@ def _agreements(manifest: Manifest) -> Iterator[Item]:
             claims=claims,
             attributes={"checkpoint": name, "forms": forms.label},
             execute=partial(_logits, name, forms),
-            judge=partial(_judge_logits, case, name),
+            judge=partial(_judge_logits, case, name, forms),
             seconds=2,
         )
 
@@ -153,16 +153,19 @@ def _graph(name: str, compute: str, kv: str, index: str, arithmetic: str) -> Mod
 
 
 def _logits(name: str, forms: Forms, bench: Bench) -> Evidence:
-    return agreement.run(bench, bench.checkpoint(name), forms, _prompts())
+    return agreement.run(bench, bench.checkpoint(name), forms, _prompts(forms))
 
 
-def _judge_logits(case: str, name: str, evidence: Evidence) -> Verdict:
-    return agreement.judge(case, _folder(name), _prompts(), evidence)
+def _judge_logits(case: str, name: str, forms: Forms, evidence: Evidence) -> Verdict:
+    return agreement.judge(case, _folder(name), _prompts(forms), evidence)
 
 
 def _folder(name: str) -> Path:
     return oracle.bench().checkpoint(name)
 
 
-def _prompts() -> Sequence[Sequence[int]]:
+def _prompts(forms: Forms) -> Sequence[Sequence[int]]:
+    """Of a format of index keys one text of more than 16 blocks: before that every block is selected."""
+    if forms.index is not None:
+        return (_ids(CACHED),)
     return (_ids(200), _ids(90))
