@@ -17,7 +17,7 @@ DRAFT ?=
 export PYTHON VENV_ARGS PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check lint types format bench wheel nightly nano-install golden clean distclean env env-dev
+.PHONY: help run test check lint types format bench wheel conform nightly nano-install golden clean distclean env env-dev
 
 help: ## list the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,8 +53,13 @@ bench: env-dev ## compare the reference backend with transformers on this machin
 wheel: env-dev ## build the wheel into dist/
 	$(PY) -m build --no-isolation --wheel --outdir dist
 
-nightly: env-dev ## the whole test suite, slow tests included
+conform: env-dev ## the whole conformance suite on the reference (BACKEND=NAME: on another); some 7 minutes
+	$(VENV)/bin/m31 conform run --backend $(or $(BACKEND),reference) --out build/conformance -j 2
+
+nightly: env-dev conform ## the whole test suite, slow tests included, whole conformance runs and mutants of the reference
 	$(PY) -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/m31 conform selftest --backend reference
+	$(PY) tools/mutate.py
 
 nano-install: env ## put the trained nano ($(NANO), $(DRAFT)) into the package
 	$(PY) tools/nano_install.py $(NANO) $(if $(DRAFT),--draft $(DRAFT))
