@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.support import adapters, quantised, synthetic, trained
 
 import m31
@@ -17,7 +18,7 @@ from m31.checkpoint.target import target_config
 from m31.cli import demo
 from m31.cli.main import main
 from m31.config import parse
-from m31.errors import ConfigError, CorpusError, RequestError, TrainingStateError, UnsupportedFeature
+from m31.errors import ConfigError, CorpusError, OpRefused, RequestError, TrainingStateError, UnsupportedFeature
 from m31.training import lora, textfile
 from m31.training.adapting import AdaptedText, AdapterWeights, FrozenBase, Pair
 from m31.training.fakequant import UNQUANTISED
@@ -286,6 +287,24 @@ def test_calibrated_input_scales_are_refused(tmp_path: Path) -> None:
     tensors = encoded(described, quantised.bf16_weights(source).items(), input_scales=scales)
     write(tmp_path / "c", raw, tensors, max_shard_bytes=1 << 30, extra_files={})
     with pytest.raises(UnsupportedFeature, match="calibrated input_global_scale 123"):
+        lora.Finetuning(lora.parse(mapping(tmp_path / "c"), where="test"), synthetic.counting())
+    lora.Finetuning(lora.parse(mapping(tmp_path / "c", "weights only"), where="test"), synthetic.counting())
+
+
+@pytest.mark.parametrize("stored", ["all", "one"])
+def test_projections_that_are_stored_plain_are_refused(tmp_path: Path, stored: str) -> None:
+    """Serving leaves their inputs in BF16, and training would quantise them."""
+    if stored == "all":
+        quantised.write_bf16(tmp_path / "c", quantised.bf16_config())
+    else:
+        whole = quantised.write_quantised(tmp_path / "whole", quantised.bf16_config(), "m31")
+        name = "model.layers.1.self_attn.index_q_proj.weight"
+        tensors = {n: whole.stored(n).load() for n in whole.declared if n != f"{name}_scale_inv"}
+        tensors[name] = whole.tensor(name).load().bfloat16()
+        (tmp_path / "c").mkdir()
+        shutil.copy(whole.folder / "config.json", tmp_path / "c")
+        save_file(tensors, tmp_path / "c" / "model.safetensors")
+    with pytest.raises(OpRefused, match="_proj.weight' is stored plain"):
         lora.Finetuning(lora.parse(mapping(tmp_path / "c"), where="test"), synthetic.counting())
     lora.Finetuning(lora.parse(mapping(tmp_path / "c", "weights only"), where="test"), synthetic.counting())
 

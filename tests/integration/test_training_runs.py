@@ -237,7 +237,7 @@ def test_another_configuration_is_not_continued(tmp_path: Path, change: dict[str
     assert not trainer(tmp_path / "run", report=None, run={"threads": 1, "validate_every": 3}).progress.step
 
 
-@pytest.mark.parametrize("damage", ["tensors", "json", "key"])
+@pytest.mark.parametrize("damage", ["tensors", "json", "key", "type"])
 def test_a_damaged_state_is_refused(tmp_path: Path, damage: str) -> None:
     stopped(tmp_path / "run", 1)
     state = tmp_path / "run" / STATE
@@ -246,10 +246,47 @@ def test_a_damaged_state_is_refused(tmp_path: Path, damage: str) -> None:
         path.write_bytes(path.read_bytes()[:-1] + b"\x55")
     elif damage == "json":
         state.write_text("{")
+    elif damage == "type":
+        state.write_text(json.dumps({**json.loads(state.read_text()), "log_bytes": "many"}))
     else:
         state.write_text(json.dumps({"version": 1, "fingerprint": "x", "colour": "red"}))
     with pytest.raises(TrainingStateError):
         trainer(tmp_path / "run").run()
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """A run's folder may be one that holds a checkpoint: only what the run wrote is cleaned up."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    names = ("model-00001-of-00001.safetensors", "state-best.safetensors", "my-state-1.safetensors")
+    for name in names:
+        (folder / name).write_bytes(b"weights")
+    assert trainer(folder, budget={"steps": 3}).run().finished
+    assert all((folder / name).read_bytes() == b"weights" for name in names)
+
+
+def test_a_product_of_another_run_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    with pytest.raises(TrainingStateError, match="this run has not written it"):
+        trainer(tmp_path / "run").run()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TrainingStateError, match="cannot be made"):
+        trainer(tmp_path / "file").run()
+
+
+def test_a_validation_that_is_not_finite_is_no_best_one(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run", run={"validate_every": 2})
+    measure = run.task.measure
+
+    def overflown(piece: Any) -> Any:
+        found = measure(piece)
+        found.loss = float("nan")
+        return found
+
+    run.task.measure = overflown  # type: ignore[method-assign]
+    with pytest.raises(TrainingDiverged, match="validation loss nan"):
+        run.run()
+    assert not list((tmp_path / "run").glob("best-*"))
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

@@ -147,6 +147,10 @@ def test_a_scheme_refuses_what_it_cannot_be() -> None:
         trained.scheme("w4a16-shared-scale")
     with pytest.raises(OpRefused, match="int4"):
         trained.scheme(weights="int4")
+    # Served, projections that are stored plain have plain inputs (MODEL.md §3.7): training would round them.
+    with pytest.raises(OpRefused, match="inputs of MXFP8 projections only"):
+        trained.scheme(weights="bf16")
+    assert trained.scheme("w16a16", weights="bf16").weights == "bf16"
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:

@@ -37,8 +37,9 @@ class Scheme:
         kv_format, index_format: of the pages.
         weights: the format in which the checkpoint will be written; None: weights are not rounded at all.
     Raises:
-        OpRefused: an unknown format, or an arithmetic that transforms stored weights: such a loss belongs to the
-            backend that takes it, and a model that is trained for it would be wrong for all others.
+        OpRefused: an unknown format; an arithmetic that quantises the inputs of MXFP8 projections, for weights that
+            will be stored plain; or one that transforms stored weights: such a loss belongs to the backend that takes
+            it, and a model that is trained for it would be wrong for all others.
     """
 
     arithmetic: ArithmeticSpec
@@ -60,6 +61,8 @@ class Scheme:
                     expected="an arithmetic that computes with the weights as they are stored",
                     fix=f"add +{kind}=none to its name",
                 )
+        if self.weights == "bf16" and self.arithmetic.linear_activation == "mxfp8":
+            raise plain_projections("weights in BF16", self.arithmetic, where="training")
         if self.arithmetic.kv_read != "exact" and self.kv_format not in ("nvfp4", "fp8"):
             raise OpRefused(
                 f"arithmetic '{self.arithmetic.name}' reads keys and values as E4M3, the pages are {self.kv_format}",
@@ -71,6 +74,15 @@ class Scheme:
     def rounding(self) -> Rounding:
         """Where values are rounded to BF16, as in the served graph."""
         return Rounding.of(self.arithmetic, self.kv_format, self.index_format)
+
+
+def plain_projections(which: str, arithmetic: ArithmeticSpec, *, where: str) -> OpRefused:
+    """The error for projections that are stored plain, whose inputs serving leaves in BF16 (MODEL.md §3.7)."""
+    return OpRefused(
+        f"{which}: '{arithmetic.name}' quantises the inputs of MXFP8 projections only",
+        where=where,
+        expected="MXFP8 projections, or an arithmetic that leaves their inputs in BF16",
+    )
 
 
 def _listed(what: str, name: str, known: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ from m31.formats.arithmetic import parse as parse_arithmetic
 from m31.training.adapting import AdaptedText, AdapterWeights, FrozenBase, Pair
 from m31.training.config import RunConfig, checked, located, read_toml
 from m31.training.data import Data
-from m31.training.fakequant import Scheme
+from m31.training.fakequant import Scheme, plain_projections
 from m31.training.task import Piece, Sum, Task
 
 
@@ -136,6 +136,7 @@ class Finetuning:
 
     Raises:
         ConfigError, CheckpointError: the checkpoint, or targets that it does not have.
+        OpRefused, UnsupportedFeature: a checkpoint that training would not compute as it is served.
     """
 
     def __init__(self, config: LoraConfig, data: Data, dtype: torch.dtype = torch.float32) -> None:
@@ -143,6 +144,7 @@ class Finetuning:
         checkpoint = Checkpoint.open(bundled.folder() if named is None else named)
         self.target, self._name = checkpoint.config, checkpoint.folder.resolve().name
         scheme, self._config = config.scheme(), config.adapter()
+        _require_projections(checkpoint, scheme)
         _require_scales(checkpoint, scheme)
         shapes = adaptable(self.target)
         names = {module: official_module(module, self.target) for module in shapes}
@@ -203,6 +205,16 @@ def _digest(checkpoint: Checkpoint) -> str:
     """Changes with every byte of the base's weights and its description."""
     hashes = [file_hash(path) for path in (checkpoint.folder / "config.json", *(f.path for f in checkpoint.files))]
     return hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
+
+
+def _require_projections(checkpoint: Checkpoint, scheme: Scheme) -> None:
+    """Refuse projections that are stored plain where training would quantise their inputs, and serving does not."""
+    if scheme.arithmetic.linear_activation != "mxfp8":
+        return
+    for name in checkpoint.names:
+        projection = name.startswith("model.layers.") and name.endswith("_proj.weight")
+        if projection and checkpoint.tensor(name).format == "plain":
+            raise plain_projections(f"'{name}' is stored plain", scheme.arithmetic, where=str(checkpoint.folder))
 
 
 def _require_scales(checkpoint: Checkpoint, scheme: Scheme) -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,6 +31,7 @@ from m31.errors import TrainingStateError
 STATE = "state.json"
 LOG = "log.jsonl"
 _VERSION = 1
+_OWN = re.compile(r"(state|best)-\d+\.safetensors(\.tmp)?")
 
 
 @dataclass
@@ -78,8 +81,9 @@ class StateFolder:
         try:
             if raw.pop("version") != _VERSION:
                 raise TypeError("another version")
-            progress = Progress(**raw)
-        except (KeyError, TypeError) as exc:
+            Progress(**raw)  # no key is missing, and none unknown
+            progress = TypeAdapter(Progress).validate_python(raw)
+        except (KeyError, TypeError, ValidationError) as exc:
             raise self._damaged(f"is not a training state ({exc})") from exc
         if progress.fingerprint != fingerprint:
             raise TrainingStateError(
@@ -118,8 +122,8 @@ class StateFolder:
         os.replace(draft, self.path / STATE)
         sync_folder(self.path)
         kept = {progress.tensors, progress.best}
-        for path in self.path.glob("*.safetensors*"):
-            if path.name not in kept:
+        for path in self.path.iterdir():
+            if _OWN.fullmatch(path.name) and path.name not in kept:  # the folder may hold files of others
                 path.unlink()
 
     def _save(self, name: str, tensors: Mapping[str, Tensor]) -> str:

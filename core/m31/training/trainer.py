@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from m31.checkpoint.workfolder import locked
-from m31.errors import TrainingDiverged
+from m31.errors import TrainingDiverged, TrainingStateError
 from m31.training.config import RunConfig
 from m31.training.data import Data
 from m31.training.pieces import Pieces
@@ -81,13 +81,26 @@ class Trainer:
         """Train until the budget is used or `stop` is called (SIGTERM and SIGINT call it), then store the state.
 
         Raises:
-            TrainingDiverged: the loss or a gradient is not finite; the last state stays.
+            TrainingDiverged: a loss or a gradient is not finite; the last state stays.
+            TrainingStateError: the folder cannot be made, or holds a product that this run has not written.
             DestinationBusy: another process trains in this folder.
         """
         path = self.files.path
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise TrainingStateError(
+                f"cannot be made ({exc.strerror})", where=str(path), fix="give another [run] folder"
+            ) from exc
         with locked(path), _on_signals(self.stop):
             self._restore()
+            if not self._done and (path / self.config.PRODUCT).exists():
+                raise TrainingStateError(
+                    "is there, and this run has not written it",
+                    where=str(path / self.config.PRODUCT),
+                    expected="nothing there until the run is finished",
+                    fix="move it away, or give another [run] folder",
+                )
             log = self.files.open_log(self.progress)
             try:
                 with self._pieces() as pieces:
@@ -215,6 +228,13 @@ class Trainer:
         if found is None:
             return None
         loss = found.mean
+        if not math.isfinite(loss):  # it would be the best one for ever: no number is less than NaN
+            raise TrainingDiverged(
+                f"validation loss {loss:g}",
+                where=f"step {progress.step}",
+                expected="a finite number",
+                fix="lower learning_rate or clip_norm; the last state is untouched",
+            )
         progress.validated = progress.step
         self._saved = False
         best = progress.best_loss is None or loss < progress.best_loss
