@@ -2,61 +2,83 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from m31.errors import BackendRefused
 from m31.formats.arithmetic import NAMED, ArithmeticSpec
-from m31.graph import Kernel, OpInstance, Refusal, Shard, StepClass
-from m31.sdk import Backend, LazyTensor, Session, host_memory_free, stored_as, this_machine
-from m31_cpu.experts import experts_kernel, stored_formats
+from m31.graph import BoundGraph, Kernel, OpInstance, Plan, Refusal, Shard, StepClass
+from m31.sdk import Backend, LazyTensor, Session, host_memory_free, this_machine
+from m31_cpu.binding import Binding, Factories
+from m31_cpu.crew import Crew, thread_count
+from m31_cpu.held import hold
 from m31_cpu.isa import choose
-from m31_cpu.threads import Pool, thread_count
-from m31_cpu.weights import ExpertWeights, copied_bytes, expert_weights
+from m31_cpu.kernels.rows import ROWS
+from m31_cpu.native import Library
+from m31_cpu.program import NativePlan, Runner
+
+FACTORIES: Factories = {**ROWS}
+_VECTORS = ("gemma_rmsnorm", "head_rmsnorm")  # ops whose weights are held
 
 
 class CpuSession(Session):
-    """The experts in float32. The KV cache is the reference's: no op here touches it."""
+    """Everything between ops is float32. What an op has no native kernel for falls back as the manifest says."""
 
     def __init__(self, numerics: ArithmeticSpec) -> None:
         self.device, self.numerics = torch.device("cpu"), numerics
         self.dtypes = {"model": torch.float32, "accum": torch.float32, "int64": torch.int64}
-        self.isa, self.isa_reason = choose(this_machine().cpu.flags)
-        self.pool = Pool(thread_count())
+        self.isa, reason = choose(this_machine().cpu.flags)
+        self.runner = Runner(Crew(thread_count(), Library(self.isa, report=_Told())))
+        self._why = f"{self.isa.name} ({reason}), threads: {self.runner.crew.count}"
 
     def kernel(self, op: OpInstance, step: StepClass) -> Kernel | Refusal:
-        """The experts whose weights can be read in place."""
-        if op.spec.name != "experts":
+        """A native kernel, if there is one for this instance."""
+        factory = FACTORIES.get(op.spec.name)
+        if factory is None:
             return Refusal("no native kernel in this release")
-        assert op.weights is not None
-        unknown = [slot for slot, decl in op.weights.slots.items() if decl.stored is None]
-        if unknown:
-            return Refusal(f"the graph was traced without a checkpoint: nobody says how '{unknown[0]}' is stored")
-        found = stored_formats(op, {slot: str(decl.stored) for slot, decl in op.weights.slots.items()})
-        if isinstance(found, Refusal):
-            return found
-        formats = " and ".join(dict.fromkeys(found))
-        why = f"{formats} in place, {self.isa} ({self.isa_reason}), threads: {self.pool.count}"
-        return experts_kernel(op, step, found, self.isa, why, self.pool)
+        return factory(op, Binding(step, self.isa, self.runner, self._why))
 
-    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> ExpertWeights:
-        """Addresses of the stored bytes; nothing but global scales is read.
-
-        Damaged block scales and values that are not finite are found when a token needs them (decision 011).
-        """
-        found = stored_formats(op, {slot: stored_as(tensor) for slot, tensor in slots.items()})
-        if isinstance(found, Refusal):
-            raise BackendRefused(f"op {op.name}: {found.reason}", where="backend cpu")
-        return expert_weights(slots, found)
+    def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> Any:
+        """Vectors are held in float32; matrices stay where the checkpoint has them."""
+        if op.spec.name in _VECTORS:
+            return hold(slots)
+        raise BackendRefused(f"op {op.name} has no weights here", where="backend cpu")
 
     def memory_free(self) -> int:
         """What the host has free within its control group."""
         return host_memory_free()
 
     def weight_bytes(self, op: OpInstance, slots: Mapping[str, LazyTensor]) -> int:
-        """Copies of what lies misaligned in its file; usually none."""
-        return sum(copied_bytes(tensor) for tensor in slots.values())
+        """Copies of small vectors, and of what lies misaligned in its file; usually nothing else."""
+        if op.spec.name in _VECTORS:
+            return sum(4 * _elements(tensor.shape) for tensor in slots.values())
+        return 0
+
+    def compile(self, graph: BoundGraph, step: StepClass) -> Plan:
+        """The whole step as one native program, see `NativePlan`."""
+        return NativePlan(graph, step, self.dtypes, self.device, self.runner)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+class _Told:
+    """Shows on a terminal what is compiled, once there is something: it happens at first use of a machine only."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, name: str) -> None:
+        self._count += 1
+        if sys.stderr.isatty():
+            print(f"\r\033[Kcompiling kernels for this processor, once: {self._count} ({name})", end="", file=sys.stderr)
 
 
 class CpuBackend(Backend):
@@ -72,7 +94,7 @@ class CpuBackend(Backend):
         arithmetic: ArithmeticSpec = NAMED["exact"],
         options: Mapping[str, int] | None = None,
     ) -> CpuSession:
-        """See `Backend.open`. Takes no options: experts are read in place, so there is nothing to keep decoded."""
+        """See `Backend.open`. Takes no options: weights are read in place, so there is nothing to keep decoded."""
         if device not in (None, "cpu"):
             raise BackendRefused(f"device '{device}' is not served", where="backend cpu", expected="cpu")
         if world != 1:
