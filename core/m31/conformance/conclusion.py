@@ -165,11 +165,10 @@ def _sentence(
     if omissions:
         parts.append(f"{_count(len(omissions), 'claim')} never exercised")
     elif code == OMITTED:
-        named = Counter(result.outcome for result in run.results)
-        told = ", ".join(f"{number:,} {outcome}" for outcome, number in named.items())
-        parts.append(
-            f"none of {_count(len(run.results), 'selected item')} ran on it ({told}); is the op in the manifest's ops?"
-        )
+        counts = Counter(result.outcome for result in run.results)
+        told = ", ".join(f"{number:,} {outcome}" for outcome, number in counts.items())
+        hint = "" if set(counts) == {"refused"} else "; is the op in the manifest's ops?"
+        parts.append(f"none of {_count(len(run.results), 'selected item')} ran on it ({told}){hint}")
     if not run.complete:
         parts.append(f"stopped after {len(run.results):,} of {_count(len(run.header['ids']), 'item')}")
     detail = "; ".join(parts)

@@ -131,8 +131,7 @@ class Serving:
 def _malformed(answer: Any) -> str:
     """What of a Kernel or Refusal has no meaning, whatever its annotations say; "" if all of it has one."""
     if isinstance(answer, Refusal):
-        readable = isinstance(answer.reason, str) and answer.reason.strip()
-        return "" if readable else "a Refusal without a reason"
+        return "" if str(answer.reason or "").strip() else "a Refusal without a reason"
     if not isinstance(answer.arithmetic, Arithmetic):
         return f"a Kernel with the arithmetic {answer.arithmetic!r}, which is no m31.graph.Arithmetic,"
     size = answer.workspace_bytes
