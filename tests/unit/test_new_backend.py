@@ -227,3 +227,14 @@ def test_there_has_to_be_a_package(tmp_path: Path) -> None:
         lint(tmp_path)
     with pytest.raises(RequestError, match="no folder"):
         lint(tmp_path / "nowhere")
+
+
+def test_a_line_is_told_once_and_a_damaged_project_file_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "m31_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("from m31_reference.session import ReferenceBackend, ReferenceSession\n")
+    found = [entry for entry in lint(tmp_path) if "imports the backend" in str(entry)]
+    assert len(found) == 1
+    (tmp_path / "pyproject.toml").write_text("[project\n")
+    with pytest.raises(RequestError, match=r"pyproject\.toml.*not valid TOML"):
+        lint(tmp_path)

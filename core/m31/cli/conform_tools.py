@@ -58,6 +58,7 @@ def bisect(args: argparse.Namespace, out: Output) -> int:
     """
     from m31.conformance.bench import Bench
     from m31.conformance.bisect import bisect as compare
+    from m31.conformance.files import writing
     from m31.conformance.item import NotRun
     from m31.conformance.running.setup import backend_of
     from m31.errors import RequestError
@@ -78,9 +79,10 @@ def bisect(args: argparse.Namespace, out: Output) -> int:
     out.line(table)
     if args.out is not None:
         where = Path(args.out)
-        where.mkdir(parents=True, exist_ok=True)
-        (where / "bisect.txt").write_text(table + "\n", encoding="utf-8")
-        (where / "bisect.svg").write_text(found.svg(), encoding="utf-8")
+        with writing(where):
+            where.mkdir(parents=True, exist_ok=True)
+            (where / "bisect.txt").write_text(table + "\n", encoding="utf-8")
+            (where / "bisect.svg").write_text(found.svg(), encoding="utf-8")
         out.note(f"wrote {where / 'bisect.txt'} and {where / 'bisect.svg'}")
     return 0 if found.first is None else 1
 
