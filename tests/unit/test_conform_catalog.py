@@ -14,7 +14,7 @@ from m31.conformance.expression import parse, select
 from m31.conformance.running import runner
 from m31.conformance.running.setup import Setup, backend_of, manifest_of
 from m31.errors import BackendLoadFailed, ManifestError, NothingSelected, RequestError, SuiteError
-from m31.sdk.manifest import parse_manifest
+from m31.sdk.manifest import Determinism, parse_manifest
 
 MANIFEST = manifest_of("reference")
 FAKE = f"{HERE}:healthy"
@@ -152,11 +152,22 @@ def test_every_storage_that_the_suite_has_items_for_is_a_claim() -> None:
         assert found == set(forms), name
 
 
-def test_every_claim_of_the_backends_that_come_with_m31_has_an_item() -> None:
-    for name in ("reference", "cpu"):
-        manifest = manifest_of(name)
-        first = claims.first_levels(manifest, catalog.collect(manifest))
-        assert [claim for claim, level in first.items() if level is None] == []
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton", "m31_numpy:NumpyBackend"])
+def test_every_claim_of_the_backends_that_come_with_m31_has_an_item(name: str) -> None:
+    manifest = manifest_of(name)
+    first = claims.first_levels(manifest, catalog.collect(manifest))
+    assert [claim for claim, level in first.items() if level is None] == []
+
+
+def test_every_promise_of_equal_bits_is_a_claim_with_items() -> None:
+    for promise in Determinism.model_fields:
+        promises = dict.fromkeys(Determinism.model_fields, False) | {promise: True}
+        manifest = MANIFEST.model_copy(update={"determinism": Determinism(**promises)})
+        items = catalog.collect(manifest, ("L2",))
+        mine = [i for i in items if f"determinism:{promise}" in i.claims]
+        assert mine, promise
+        assert {i.criterion for i in mine} == {"exact"}
+        assert not [i for i in items if any(c.startswith("determinism:") for c in i.claims) and i not in mine]
 
 
 def test_a_backend_that_is_not_installed_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
