@@ -135,6 +135,17 @@ def test_an_op_that_may_fall_back_is_claimed_without_its_formats() -> None:
     assert "limit:draft_tokens" not in found
 
 
+def test_float32_weights_of_a_backend_that_computes_in_bfloat16_are_the_router_s() -> None:
+    formats = MANIFEST.formats.model_copy(update={"compute": ("bfloat16",)})
+    narrow = MANIFEST.model_copy(update={"formats": formats})
+    gone = set(claims.of_manifest(MANIFEST)) - set(claims.of_manifest(narrow))
+    assert {claim for claim in gone if claim.startswith("op:")} == {"op:linear/float32", "op:experts/float32"}
+    first = claims.first_levels(narrow, catalog.collect(narrow, ("L1",)))
+    assert first["weights:float32"] == "L1"
+    asked = [i.id for i in catalog.collect(narrow, ("L1",)) if i.subject == "router"]
+    assert [name for name in asked if name.endswith("/float32")]
+
+
 def test_an_op_and_the_format_of_its_weights_are_a_claim_together() -> None:
     assert claims.exercised_by(["op:linear", "weights:mxfp8"]) == {"op:linear", "weights:mxfp8", "op:linear/mxfp8"}
     items = catalog.collect(MANIFEST, source=FAKE)
