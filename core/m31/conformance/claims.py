@@ -20,8 +20,8 @@ checkpoint may store so."""
 def of_manifest(manifest: Manifest) -> list[str]:
     """The claims of a manifest, in its order.
 
-    `op:NAME` of what `ops` lists, and `op:NAME/FORMAT` (see `STORED_BY`) unless it may fall back: then it need not serve
-    every format;
+    `op:NAME` of what `ops` lists, and `op:NAME/FORMAT` unless it may fall back (then it need not serve every format):
+    see `STORED_BY`;
     `weights:F`, `kv:F`, `index:F`, `compute:F`, `arithmetic:A`; `determinism:NAME` where it is declared; `limit:NAME`
     of every limit that promises something.
     """
