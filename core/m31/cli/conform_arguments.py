@@ -135,6 +135,9 @@ def _selftest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", metavar="NAME", default="reference", help="backend to break (default: %(default)s)"
     )
+    parser.add_argument(
+        "--matrix", metavar="FILE", help="do not stop at the first item that fails; write fault x item there, as CSV"
+    )
 
 
 ACTIONS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {

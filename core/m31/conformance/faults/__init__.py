@@ -13,7 +13,7 @@ from m31.conformance.faults.dense_ops import DENSE
 from m31.conformance.faults.fault import Break, Call, Fault, FaultyBackend, FaultySession
 from m31.conformance.faults.mixture import MIXTURE
 from m31.conformance.faults.paged_ops import PAGED
-from m31.conformance.faults.selftest import Caught, SelfTest, bench_maker, matrix, selftest
+from m31.conformance.faults.selftest import Caught, Cell, SelfTest, bench_maker, matrix, seen, selftest
 from m31.conformance.faults.whole import WHOLE
 
 FAULTS: tuple[Fault, ...] = (*DENSE, *MIXTURE, *PAGED, *ATTENTION, *BEYOND, *CONTRACT, *WHOLE)
@@ -23,11 +23,13 @@ __all__ = [
     "Break",
     "Call",
     "Caught",
+    "Cell",
     "Fault",
     "FaultyBackend",
     "FaultySession",
     "SelfTest",
     "bench_maker",
     "matrix",
+    "seen",
     "selftest",
 ]
