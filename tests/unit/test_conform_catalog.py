@@ -84,6 +84,24 @@ def test_items_come_in_the_order_of_levels_and_are_unique() -> None:
         catalog.collect(MANIFEST, source=f"{HERE}:twice")
 
 
+def test_the_smoke_selection_has_every_subject_and_format_and_takes_minutes() -> None:
+    items = catalog.collect(MANIFEST)
+    few = catalog.chosen(items, "smoke")
+    assert {(i.level, i.subject, i.format, i.criterion) for i in few} == {
+        (i.level, i.subject, i.format, i.criterion) for i in items
+    }
+    assert len(few) < 200
+    assert sum(i.seconds for i in few) < 45  # of one core that is not busy; the goal is three minutes of two
+    assert not any(catalog.SMOKE in i.id for i in items)
+    assert [i.id for i in few if i.attributes.get("tokens", 1) == 0] == []
+    linear = catalog.chosen(items, "smoke and L1/linear")
+    assert {i.format for i in linear} == {"float32", "bfloat16", "mxfp8"}
+    assert [i.id for i in catalog.chosen(items, "L1/add/one")] == ["L1/add/one"]
+    planned = runner.plan(Setup(backend="reference", level="L1", expression="smoke"))
+    assert {i.level for i in planned.chosen} == {"L0", "L1"}
+    assert planned.setup.expression == "smoke"  # a selection like any other: it reaches no level
+
+
 def test_an_item_is_of_the_level_that_its_id_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "function_of", lambda source: lambda *asked: iter([item("L1/a/b")]))
     with pytest.raises(SuiteError, match="is listed under L0"):

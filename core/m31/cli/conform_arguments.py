@@ -50,7 +50,11 @@ def _selection(parser: argparse.ArgumentParser) -> None:
         choices=("L0", "L1", "L2", "L3", "L4"),
         help="run this level and those below it (default: L3, or L4 with --checkpoint)",
     )
-    parser.add_argument("-k", metavar="EXPR", help="only items whose id matches: words joined by and, or, not, ( )")
+    parser.add_argument(
+        "-k",
+        metavar="EXPR",
+        help="only items whose id matches: words joined by and, or, not, ( ); `smoke`: a few of all",
+    )
     parser.add_argument("--checkpoint", metavar="DIR", help="folder of a real checkpoint, for L4")
 
 

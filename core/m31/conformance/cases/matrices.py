@@ -266,7 +266,7 @@ def _lora_experts(name: str, p: dict[str, Any]) -> Case:
 
 
 def _lora_expert_plans() -> Iterator[Planned]:
-    for name, changes in (
+    shapes: tuple[tuple[str, dict[str, Any]], ...] = (
         *((f"tokens-{tokens}", {"tokens": tokens}) for tokens in (1, 17)),
         *((f"tokens-{tokens}", {"tokens": tokens, "width": 32, "topk": 1}) for tokens in (127, 128, 129)),
         ("real", {"tokens": 5, **_REAL, "rank": 16}),
@@ -276,8 +276,9 @@ def _lora_expert_plans() -> Iterator[Planned]:
         ("real-down-only", {"tokens": 4, **_REAL, "adapted": ("w2",)}),
         ("real-other-parameters", {"tokens": 4, **_REAL, "act": _ODD, "factor": 0.75, "scale": 0.5}),
         *((f"real-{values}", {"tokens": 4, **_REAL, "values": values}) for values in SPECIAL),
-    ):
-        p: dict[str, Any] = {**_BASE, "rank": 8, "adapted": ("w1", "w2", "w3"), **changes}
+    )
+    for name, changes in shapes:
+        p = {**_BASE, "rank": 8, "adapted": ("w1", "w2", "w3"), **changes}
         attrs = {**p["act"], "routed_scaling_factor": p["factor"], "experts": p["experts"]}
         yield Planned(
             f"lora_experts/{name}",

@@ -86,8 +86,8 @@ def items(manifest: Manifest) -> Iterator[Item]:
     for order in ("ascending", "random"):
         yield item(f"pages/{order}", "physical pages", _ordered, order)
     for count in BATCHES:
-        given = {"bitwise": company, "claims": among, "sequences": count, "seconds": 0.5}
-        yield item(f"batch/{count}-together", "batch", _together, count, **given)
+        case = f"batch/{count}-together"
+        yield item(case, "batch", _together, count, bitwise=company, claims=among, sequences=count, seconds=0.5)
     yield item("batch/permuted", "batch", _permuted, bitwise=company, claims=among)
     yield item("batch/decode-among-prefill", "batch", _mixed, bitwise=company, claims=among)
     again = bool(promised and promised.run_to_run)
