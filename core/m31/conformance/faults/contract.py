@@ -310,6 +310,13 @@ OPENING = (
         Break(limits=lambda x: replace(x, draft_tokens=x.draft_tokens + 1)),
     ),
     rule(
+        "video-it-does-not-claim",
+        "a session takes video that its manifest rules out",
+        "BUG-98, DESIGN §3",
+        "limits",
+        Break(limits=lambda x: replace(x, video=True)),
+    ),
+    rule(
         "names-an-unknown-op",
         "the manifest claims an op that there is not",
         "BUG-3",
