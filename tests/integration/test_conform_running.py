@@ -226,7 +226,7 @@ def processes_of(folder: str) -> list[str]:
 def test_ctrl_c_leaves_an_orderly_partial_report(tmp_path: Path) -> None:
     child = started(tmp_path, tmp_path / "began")
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    out, err = child.communicate(timeout=60)
+    out, err = child.communicate(timeout=240)
     assert child.returncode == 130, err
     run = journal.read(tmp_path / "out")
     assert outcomes(run) == {f"L0/quick/{n}": "passed" for n in range(3)} | {"L0/slow/endless": "interrupted"}
@@ -241,7 +241,7 @@ def test_ctrl_c_leaves_an_orderly_partial_report(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_a_journal_that_reports_can_be_made_of_and_no_process(tmp_path: Path) -> None:
     child = started(tmp_path, tmp_path / "began")
     child.kill()
-    child.communicate(timeout=60)
+    child.communicate(timeout=240)
     deadline = time.monotonic() + 30
     while processes_of(str(child.pid)):  # the worker notices that nobody listens, and goes
         assert time.monotonic() < deadline
