@@ -328,7 +328,7 @@ class Model:
         self._refuse_special(messages)
         return self.template.render(messages, tools=tools, **variables)
 
-    def _refuse_media(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _refuse_media(self, messages: Sequence[Any]) -> None:
         """A template has a placeholder for an image; without its pixels that is a token like any other."""
         for at, message in enumerate(messages):
             content = message.get("content") if isinstance(message, Mapping) else None
