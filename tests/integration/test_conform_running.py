@@ -242,7 +242,7 @@ def test_ctrl_c_leaves_an_orderly_partial_report(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_a_journal_that_reports_can_be_made_of_and_no_process(tmp_path: Path) -> None:
     child = started(tmp_path, tmp_path / "began")
     child.kill()
-    child.communicate(timeout=60)
+    child.communicate(timeout=240)
     deadline = time.monotonic() + 30
     while processes_of(str(child.pid)):  # the worker notices that nobody listens, and goes
         assert time.monotonic() < deadline

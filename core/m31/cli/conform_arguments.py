@@ -68,7 +68,10 @@ def _selection(parser: argparse.ArgumentParser) -> None:
         help="run this level and those below it (default: L3, or L4 with --checkpoint)",
     )
     parser.add_argument(
-        "-k", metavar="EXPR", type=_expression, help="only items whose id matches: words joined by and, or, not, ( )"
+        "-k",
+        metavar="EXPR",
+        type=_expression,
+        help="only items whose id matches: words joined by and, or, not, ( ); `smoke`: a few of all",
     )
     parser.add_argument("--checkpoint", metavar="DIR", help="folder of a real checkpoint, for L4")
 
@@ -155,6 +158,9 @@ def _selftest(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backend", metavar="NAME", default="reference", help="backend to break (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--matrix", metavar="FILE", help="do not stop at the first item that fails; write fault x item there, as CSV"
     )
 
 

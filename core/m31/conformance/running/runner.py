@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from m31.conformance import catalog, claims, expectations, provenance
 from m31.conformance.expectations import Expectations
-from m31.conformance.expression import select
 from m31.conformance.files import writing
 from m31.conformance.item import LEVELS, Item, Result
 from m31.conformance.running import journal, records
@@ -72,8 +71,7 @@ def plan(setup: Setup, *, expect: Path | None = None) -> Planned:
     everything = catalog.collect(manifest, LEVELS, checkpoint=setup.folder, source=setup.source)
     asked = [item for item in everything if item.level in levels]
     if setup.expression is not None:
-        names = set(select([item.id for item in asked], setup.expression))
-        asked = [item for item in asked if item.id in names]
+        asked = catalog.chosen(asked, setup.expression)
     what = f"--level {setup.level}" + (f" -k '{setup.expression}'" if setup.expression is not None else "")
     expected = Expectations()
     if expect is not None:
