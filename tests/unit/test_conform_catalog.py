@@ -14,7 +14,7 @@ from m31.conformance import catalog, claims
 from m31.conformance.expression import parse, select
 from m31.conformance.running import runner
 from m31.conformance.running.setup import Setup, backend_of, manifest_of
-from m31.errors import BackendLoadFailed, ManifestError, NothingSelected, RequestError, SuiteError
+from m31.errors import BackendLoadFailed, NothingSelected, RequestError, SuiteError
 from m31.sdk.manifest import Determinism, parse_manifest
 
 MANIFEST = manifest_of("reference")
@@ -208,7 +208,7 @@ def test_a_backend_that_is_not_installed_is_named_by_its_class(monkeypatch: pyte
     assert backend_of("reference") == "reference"
     with pytest.raises(BackendLoadFailed, match="has no 'Nothing'"):
         backend_of("m31_numpy:Nothing")
-    with pytest.raises(ManifestError):
+    with pytest.raises(BackendLoadFailed, match="no module 'no_such_package'"):
         manifest_of("no_such_package:Backend")
 
 
