@@ -58,7 +58,7 @@ conform: env-dev ## the whole conformance suite on the reference (BACKEND=NAME: 
 
 nightly: env-dev conform ## the whole test suite, slow tests included, whole conformance runs and mutants of the reference
 	$(PY) -m pytest $(PYTEST_ARGS)
-	$(VENV)/bin/m31 conform selftest --backend reference
+	$(VENV)/bin/m31 conform selftest --backend reference --matrix build/faults.csv
 	$(PY) tools/mutate.py
 
 nano-install: env ## put the trained nano ($(NANO), $(DRAFT)) into the package

@@ -54,12 +54,13 @@ REFERENCE: dict[str, tuple[str, ...]] = {
             "linear",
         ),
         *("kv_write", "index_write", "router", "experts", "swiglu_oai", "add", "gather_rows", "lm_head"),
+        *("lora_experts", "lora_logits"),
     ),
     "m31_reference.attention": ("block_scores", "block_select", "dense_attention", "sparse_attention"),
     "m31_reference.cache": _PAGES,
 }
 """Module -> subjects of the items that judge it."""
-DEFINITIONS = ("basic", "norm", "linear", "rope", "select", "attention", "moe", "cache", "rounding")
+DEFINITIONS = ("basic", "norm", "linear", "rope", "select", "attention", "moe", "cache", "rounding", "lora")
 _NOT_JUDGED = ("PagedLayout.__init__", "PagedCache.__init__")  # sizes and names: made once, refused elsewhere
 
 
@@ -71,7 +72,7 @@ def targets() -> Iterator[tuple[mutate.Mutant, tuple[str, ...]]]:
                 yield mutant, _nearest(mutant.function, subjects)
     for part in DEFINITIONS:
         module = importlib.import_module(f"m31.ops.{part}")
-        specs = [spec for spec in ops.ALL.values() if spec.naive.__module__ == module.__name__]
+        specs = [spec for spec in {**ops.ALL, **ops.ADAPTER}.values() if spec.naive.__module__ == module.__name__]
         roots = {name for spec in specs for name in (spec.naive.__name__, *spec.naive.__code__.co_names)}
         subjects = tuple(spec.name for spec in specs)
         for mutant in mutate.mutants(module, mutate.called(module, roots)):

@@ -304,7 +304,7 @@ def test_projections_that_are_stored_plain_are_refused(tmp_path: Path, stored: s
         (tmp_path / "c").mkdir()
         shutil.copy(whole.folder / "config.json", tmp_path / "c")
         save_file(tensors, tmp_path / "c" / "model.safetensors")
-    with pytest.raises(OpRefused, match="_proj.weight' is stored plain"):
+    with pytest.raises(OpRefused, match=r"_proj\.weight' is stored plain"):
         lora.Finetuning(lora.parse(mapping(tmp_path / "c"), where="test"), synthetic.counting())
     lora.Finetuning(lora.parse(mapping(tmp_path / "c", "weights only"), where="test"), synthetic.counting())
 

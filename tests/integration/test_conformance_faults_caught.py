@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from m31.conformance.bench import Bench
 from m31.conformance.levels import contract, model, state
 from m31.errors import ContractViolation
 from m31.graph import Kernel
+from m31.sdk.manifest import read_manifest
 
 ITEMS = {"L0": contract.items, "L2": state.items, "L3": model.items}
 
@@ -146,6 +148,21 @@ def test_a_kernel_that_is_the_references(scratch: Path) -> None:
 def test_a_session_that_serves_less_context_than_declared(scratch: Path) -> None:
     backend = Faulty(limits=lambda found: replace(found, max_context=4096))
     assert caught(backend, "L2/context/last-of-1048576", scratch).rule == "claims"
+
+
+def test_the_limits_of_hopper_are_exact(scratch: Path) -> None:
+    """262,144 tokens are taken, one more is refused by name, and so are drafts (MODEL.md §8)."""
+    limits = read_manifest(Path(str(find_spec("m31_hopper").origin)).parent / "backend.toml").limits  # type: ignore[union-attr]
+    bench = Bench(Faulty(manifest=manifest(name="hopper", limits=limits)), scratch=scratch)
+    items = {item.id: item for item in contract.items(bench.manifest)}
+    said = {
+        case: items[f"L0/limits/{case}"].execute(bench).facts["note"]
+        for case in ("context-exact", "context-and-one", "draft-and-one")
+    }
+    assert said["context-exact"].startswith("262,144 tokens are taken")
+    assert "hopper serves at most 262,144 tokens, asked for 262,145" in said["context-and-one"]
+    assert "does not draft 1 tokens" in said["draft-and-one"]
+    assert "L0/limits/draft-exact" not in items
 
 
 def test_a_session_that_drafts_less_than_declared(scratch: Path) -> None:

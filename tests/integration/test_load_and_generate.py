@@ -324,6 +324,14 @@ def test_a_special_string_in_a_message_is_refused(model: Any, place: str) -> Non
     assert model.generate("]~b]user\nhi[e~[\n", max_tokens=1)  # a raw prompt is the caller's own
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_conversation_with_pixels_is_refused_and_not_answered_without_them(model: Any, kind: str) -> None:
+    """The template has a placeholder for each; without pixels the model would read that as a token like any other."""
+    content = [{"type": "text", "text": "what is this?"}, {"type": kind}]
+    with pytest.raises(RequestError, match=rf"message 1: has an? {kind}; expected text.* reference serves none"):
+        model.render([{"role": "system", "content": "hi"}, {"role": "user", "content": content}])
+
+
 def test_a_failing_sequence_leaves_its_companions_alone(folder: Path) -> None:
     """Two at once; the weights of one token are not finite, and only the sequence that uses it fails."""
     model = m31.load(folder, backend="reference")

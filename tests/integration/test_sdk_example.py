@@ -121,7 +121,7 @@ def test_a_session_without_its_attributes(folder: Path, installed: Any) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"dtype": 3}, {"kv_dtype": 5}, {"arithmetic": 7}, {"backend": b"x"}, {"max_context": "a"}, {"max_context": 0}],
+    [{"dtype": 3}, {"kv_dtype": 5}, {"arithmetic": 7}, {"max_context": "a"}, {"max_context": 0}],
 )
 def test_arguments_of_another_type(folder: Path, given: dict[str, Any]) -> None:
     (name,) = given

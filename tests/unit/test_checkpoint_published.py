@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sdk_fakes import GPU_BACKENDS, shipped_manifest
 from test_checkpoint_draft import PUBLISHED as DRAFT
 from tests.support import plain_reader
 from tests.support.quantised import draft_config
@@ -103,3 +104,17 @@ def test_draft_config_of_the_published_head_fits(folder: Path) -> None:
     from m31.config.draft import parse_draft
 
     require_fit(parse_draft(draft_config(**DRAFT), where="c"), Checkpoint.open(folder).config, where="c")
+
+
+def test_every_backend_takes_the_weights_of_the_published_model_as_they_are_stored(folder: Path) -> None:
+    """Routers are float32 beside NVFP4 experts and MXFP8 projections (MODEL.md §4.1): a manifest without one of these
+    is refused when the model is opened."""
+    from m31.graph import trace
+    from m31.sdk import stored_as
+
+    checkpoint = Checkpoint.open(folder)
+    graph = trace(checkpoint.config.text, stored=lambda name: stored_as(checkpoint.tensor(name)))
+    stored = {tensor.stored for tensor in graph.tensors()}
+    assert stored == {"nvfp4", "mxfp8", "bfloat16", "float32"}
+    manifests = [shipped_manifest(name) for name in (*GPU_BACKENDS, "reference", "cpu", "triton")]
+    assert {m.name: stored - set(m.formats.weights) for m in manifests if not stored <= set(m.formats.weights)} == {}

@@ -60,6 +60,8 @@ def test_every_action_has_help_and_is_documented(action: str, capsys: pytest.Cap
         (["conform", "run", "--backend", "x", "-j", "0"], "a whole number above 0"),
         (["conform", "run", "--backend", "x", "--timeout", "inf"], "a number of seconds above 0"),
         (["conform", "run", "--backend", "x", "--out", "a", "--record", "b"], "not allowed with"),
+        (["conform", "selftest", "-k", "a or"], "ends too early"),
+        (["conform", "verify", "p", "--sample", "-2"], "a number of items"),
         (["conform", "diff", "a"], "B"),
         (["conform", "report", "a", "b"], "unexpected argument 'b'"),
     ],
@@ -92,10 +94,10 @@ def test_items_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "code"),
     [
         (["--backend", "reference", "-k", "nothing-like-it"], 2),
-        (["--backend", "reference", "-k", "and"], 1),
+        (["--backend", "reference", "-k", "and"], 2),
         (["--backend", "no-such-backend"], 3),
         (["--backend", "no_such_package:Class"], 3),
-        (["--backend", "reference", "--level", "L4"], 1),
+        (["--backend", "reference", "--level", "L4"], 2),
     ],
 )
 def test_what_cannot_be_run_says_why(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,12 +164,45 @@ def test_reports_are_made_again_with_the_exit_code_of_the_run(
 
 
 def test_progress_has_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    last = result("L0/a/x", outcome="failed", message="too far off\nmore")
+    last = result("L0/a/x", outcome="failed", message="ValueError: too far off\n\nkernel.py:7 in run: raise")
     progress = Progress(done=3, total=12, failed=1, seconds=6.0, seconds_left=90.0, last=last)
     assert conform.bar(progress) == "[=======                       ]  25%  3 of 12 items, 1 failed, 1 min 30 s left"
     shown = conform.Bar(Output())
     shown(progress)
-    assert capsys.readouterr().err == "m31: failed L0/a/x: too far off\n"
+    assert capsys.readouterr().err == "m31: failed L0/a/x: ValueError: too far off\n     kernel.py:7 in run: raise\n"
     shown._drawn -= 31
     shown(progress)
     assert "25%  3 of 12 items, 1 failed" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_no_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    inside = str(tmp_path / "file" / "out")  # also root cannot make a folder in a file
+    run = ["conform", "run", "--backend", "reference", "-k", "linear/odd"]
+    good = str(journaled(tmp_path / "good", [result("L0/a/x"), result("L1/a/x")]))
+    for words in (
+        [*run, "--out", inside],
+        [*run, "--record", inside],
+        ["conform", "pack", good, "--allow-dirty", "--out", inside],
+    ):
+        assert main(words) == 3
+        said = capsys.readouterr().err
+        assert inside in said
+        assert "cannot be written" in said
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("no_such_package:Class", "finds no module 'no_such_package'"),
+        ("m31_reference:", "the class is missing"),
+        ("m31_reference:NoSuchClass", "module 'm31_reference' has no 'NoSuchClass'"),
+    ],
+)
+def test_a_wrong_import_path_is_told_as_such(
+    backend: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conform", "run", "--backend", backend, "-k", "linear/odd", "--out", str(tmp_path / "out")]) == 3
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count(backend) == 1

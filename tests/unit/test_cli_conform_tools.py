@@ -90,3 +90,18 @@ def test_a_survivor_fails_the_selftest(monkeypatch: pytest.MonkeyPatch, capsys: 
     Done.ok = True
     assert main(["conform", "selftest"]) == 0
     assert main(["conform", "selftest", "-k", "three"]) == 2
+
+
+def test_the_matrix_is_written_and_a_survivor_fails_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new" / "faults.csv"
+    words = ["conform", "selftest", "-k", "taps-other-way", "--matrix", str(file)]
+    assert main(words) == 0
+    lines = file.read_text().splitlines()
+    assert lines[0] == "fault,item,outcome,said"
+    assert any(line.startswith("taps-other-way,L1/concat/") and ",caught," in line for line in lines)
+    assert "wrote" in capsys.readouterr().err
+    monkeypatch.setattr(faults, "seen", lambda fault, row: False)
+    assert main(words) == 1
+    assert "survived taps-other-way" in capsys.readouterr().out

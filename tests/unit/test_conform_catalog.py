@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.fake_suite import HERE, item
+from tests.support.numpy_example import MANIFEST as NUMPY  # which puts the example where Python finds it
 
 from m31.conformance import catalog, claims
 from m31.conformance.expression import parse, select
 from m31.conformance.running import runner
 from m31.conformance.running.setup import Setup, backend_of, manifest_of
-from m31.errors import BackendLoadFailed, ManifestError, NothingSelected, RequestError, SuiteError
-from m31.sdk.manifest import parse_manifest
+from m31.errors import BackendLoadFailed, NothingSelected, RequestError, SuiteError
+from m31.sdk.manifest import Determinism, parse_manifest
 
 MANIFEST = manifest_of("reference")
 FAKE = f"{HERE}:healthy"
@@ -84,6 +85,24 @@ def test_items_come_in_the_order_of_levels_and_are_unique() -> None:
         catalog.collect(MANIFEST, source=f"{HERE}:twice")
 
 
+def test_the_smoke_selection_has_every_subject_and_format_and_takes_minutes() -> None:
+    items = catalog.collect(MANIFEST)
+    few = catalog.chosen(items, "smoke")
+    assert {(i.level, i.subject, i.format, i.criterion) for i in few} == {
+        (i.level, i.subject, i.format, i.criterion) for i in items
+    }
+    assert len(few) < 200
+    assert sum(i.seconds for i in few) < 45  # of one core that is not busy; the goal is three minutes of two
+    assert not any(catalog.SMOKE in i.id for i in items)
+    assert [i.id for i in few if i.attributes.get("tokens", 1) == 0] == []
+    linear = catalog.chosen(items, "smoke and L1/linear")
+    assert {i.format for i in linear} == {"float32", "bfloat16", "mxfp8"}
+    assert [i.id for i in catalog.chosen(items, "L1/add/one")] == ["L1/add/one"]
+    planned = runner.plan(Setup(backend="reference", level="L1", expression="smoke"))
+    assert {i.level for i in planned.chosen} == {"L0", "L1"}
+    assert planned.setup.expression == "smoke"  # a selection like any other: it reaches no level
+
+
 def test_an_item_is_of_the_level_that_its_id_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "function_of", lambda source: lambda *asked: iter([item("L1/a/b")]))
     with pytest.raises(SuiteError, match="is listed under L0"):
@@ -111,7 +130,7 @@ def test_a_selection_of_nothing_is_no_success() -> None:
 
 
 def test_a_real_checkpoint_is_needed_for_the_level_of_real_checkpoints() -> None:
-    with pytest.raises(RequestError, match="--checkpoint"):
+    with pytest.raises(NothingSelected, match="--checkpoint"):
         runner.plan(Setup(backend="reference", level="L4", source=FAKE))
     assert list(catalog.built_in(MANIFEST, "L4", None)) == []
 
@@ -135,6 +154,17 @@ def test_an_op_that_may_fall_back_is_claimed_without_its_formats() -> None:
     assert "limit:draft_tokens" not in found
 
 
+def test_float32_weights_of_a_backend_that_computes_in_bfloat16_are_the_router_s() -> None:
+    formats = MANIFEST.formats.model_copy(update={"compute": ("bfloat16",)})
+    narrow = MANIFEST.model_copy(update={"formats": formats})
+    gone = set(claims.of_manifest(MANIFEST)) - set(claims.of_manifest(narrow))
+    assert {claim for claim in gone if claim.startswith("op:")} == {"op:linear/float32", "op:experts/float32"}
+    first = claims.first_levels(narrow, catalog.collect(narrow, ("L1",)))
+    assert first["weights:float32"] == "L1"
+    asked = [i.id for i in catalog.collect(narrow, ("L1",)) if i.subject == "router"]
+    assert [name for name in asked if name.endswith("/float32")]
+
+
 def test_an_op_and_the_format_of_its_weights_are_a_claim_together() -> None:
     assert claims.exercised_by(["op:linear", "weights:mxfp8"]) == {"op:linear", "weights:mxfp8", "op:linear/mxfp8"}
     items = catalog.collect(MANIFEST, source=FAKE)
@@ -152,24 +182,33 @@ def test_every_storage_that_the_suite_has_items_for_is_a_claim() -> None:
         assert found == set(forms), name
 
 
-def test_every_claim_of_the_backends_that_come_with_m31_has_an_item() -> None:
-    for name in ("reference", "cpu"):
-        manifest = manifest_of(name)
-        first = claims.first_levels(manifest, catalog.collect(manifest))
-        assert [claim for claim, level in first.items() if level is None] == []
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton", "m31_numpy:NumpyBackend"])
+def test_every_claim_of_the_backends_that_come_with_m31_has_an_item(name: str) -> None:
+    manifest = manifest_of(name)
+    first = claims.first_levels(manifest, catalog.collect(manifest))
+    assert [claim for claim, level in first.items() if level is None] == []
+
+
+def test_every_promise_of_equal_bits_is_a_claim_with_items() -> None:
+    for promise in Determinism.model_fields:
+        promises = dict.fromkeys(Determinism.model_fields, False) | {promise: True}
+        manifest = MANIFEST.model_copy(update={"determinism": Determinism(**promises)})
+        items = catalog.collect(manifest, ("L2",))
+        mine = [i for i in items if f"determinism:{promise}" in i.claims]
+        assert mine, promise
+        assert {i.criterion for i in mine} == {"exact"}
+        assert not [i for i in items if any(c.startswith("determinism:") for c in i.claims) and i not in mine]
 
 
 def test_a_backend_that_is_not_installed_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tests.support.numpy_example import MANIFEST as NUMPY
-
     assert manifest_of("m31_numpy:NumpyBackend") == NUMPY
     made = backend_of("m31_numpy:NumpyBackend")
     assert not isinstance(made, str)
     assert made.manifest == NUMPY
     assert backend_of("reference") == "reference"
-    with pytest.raises(BackendLoadFailed, match="AttributeError"):
+    with pytest.raises(BackendLoadFailed, match="has no 'Nothing'"):
         backend_of("m31_numpy:Nothing")
-    with pytest.raises(ManifestError):
+    with pytest.raises(BackendLoadFailed, match="no module 'no_such_package'"):
         manifest_of("no_such_package:Backend")
 
 

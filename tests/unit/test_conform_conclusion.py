@@ -121,3 +121,17 @@ def test_a_recorded_run_is_not_judged() -> None:
     found = conclude(run([result("L0/a/x", outcome="recorded")], header={"recorded": True}))
     assert (found.exit_code, found.level) == (0, None)
     assert "to be judged with" in found.sentence
+
+
+@pytest.mark.parametrize("outcome", ["refused", "fallback", "unclaimed"])
+def test_a_selection_of_what_the_backend_does_not_compute_is_no_success(outcome: str) -> None:
+    setup = run(good()).header["setup"] | {"expression": "b"}
+    none = [result("L1/b/x", outcome=outcome), result("L1/b/y", outcome=outcome)]
+    found = conclude(run(none, header={"setup": setup}))
+    assert found.exit_code == 2
+    assert found.sentence.startswith("nothing was judged")
+    assert f"2 {outcome}" in found.sentence
+    assert conclude(run([*none, result("L1/b/z")], header={"setup": setup})).exit_code == 0
+    known = [*none, result("L1/b/z", outcome="skipped")]  # by a true expect.toml
+    assert conclude(run(known, header={"setup": setup})).exit_code == 0
+    assert conclude(run(none, header={"setup": setup}, complete=False)).exit_code == 130

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.support.fake_runs import result, run
 
-from m31.conformance import comparing, report
+from m31.conformance import comparing, provenance, report
 from m31.conformance.item import Verdict
 from m31.conformance.report import document, heat, page, schema
 from m31.conformance.running.journal import Run
@@ -222,3 +222,12 @@ def test_small_changes_of_margins_are_no_news() -> None:
     assert comparing.compare(one(0.5), one(0.6)).margins == ()
     assert comparing.compare(one(1e-9), one(1e-3)).margins == ()
     assert comparing.compare(one(1e-9), one(0.02)).margins == (("L0/a/x", 1e-9, 0.02),)
+
+
+def test_a_package_that_nobody_tracks_is_not_traceable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable backend outside of any repository: its sources may be anything by the time somebody verifies."""
+    package = tmp_path / "m31_loose"
+    package.mkdir()
+    assert provenance.checkout(package) == {"commit": "untracked", "dirty": True}
+    monkeypatch.setattr(provenance.site, "getsitepackages", lambda: [str(tmp_path)])
+    assert provenance.checkout(package) is None  # installed: its version says what it is

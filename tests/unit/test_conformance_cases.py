@@ -44,7 +44,8 @@ def test_a_case_is_what_its_plan_says(name: str) -> None:
 
 def test_sizes_of_a_real_kernel_exist_for_every_op() -> None:
     """Else a backend could refuse every case of an op, and claim it."""
-    for name in ("linear", "experts", "router", "sparse_attention", "dense_attention", "block_scores", "kv_write"):
+    products = ("linear", "experts", "router", "lora_experts", "lora_logits")
+    for name in (*products, "sparse_attention", "dense_attention", "block_scores", "kv_write"):
         real = [plan for spec, plan in PLANS if spec.name == name and plan.real]
         assert real, name
         widths = {plan.vector or plan.attributes["width"] for plan in real}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -161,6 +162,11 @@ def test_weights_that_are_not_the_checkpoints(quantised: bool) -> None:
     with violated("losses") as caught:
         check_losses(lossy({}), op("linear"), slots)
     assert "declared is no loss" in str(caught.value)
+    place = re.search(r" at \[(\d+), (\d+)\], where the checkpoint has (\S+) and the handle (\S+),", str(caught.value))
+    assert place, "where, and which numbers: a factor or a shift is seen at once"
+    stored = slots["weight"].load()
+    assert float(place[3]) == pytest.approx(float(stored[int(place[1]), int(place[2])]), rel=1e-5)
+    assert float(place[4]) in (-1, 0, 1)
     with violated("losses"):
         check_losses(lossy({"sign": Loss(0.1, 0.1, 0.1, False)}), op("linear"), slots)
     check_losses(lossy({"sign": Loss(9.0, 1.0, float("inf"), False)}), op("linear"), slots)

@@ -281,3 +281,17 @@ def test_every_op_with_a_bound_has_one() -> None:
     assert {name for name, spec in SPECS.items() if spec.criterion == "bound"} == {*BOUNDS, "router"}
     for spec in specs().values():
         assert len({case.id for case in cases_of(spec)}) == len(list(cases_of(spec)))
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "said"),
+    [
+        ("linear", "bf16", "'bf16', which is the name of no format"),
+        ("linear", "bfloat16*fp8", "'fp8', which is the name of no format"),
+        ("swiglu_oai", "mxfp8", "no definition of swiglu_oai quantises"),
+    ],
+)
+def test_a_declaration_that_nobody_can_judge_frees_of_no_bound(name: str, operands: str, said: str) -> None:
+    """A kernel that is 3% off is far outside of every bound, and much nearer to the result than nonsense."""
+    slightly = after(lambda outs: outs[0].mul_(1.03))
+    caught(name, slightly, said, arithmetic=Arithmetic(operands, "float32", "float32"))

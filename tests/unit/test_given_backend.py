@@ -29,7 +29,7 @@ def test_a_model_runs_on_a_backend_that_is_not_installed(tmp_path: Path) -> None
     assert sdk.open_backend(model.decision) is backend
 
 
-@pytest.mark.parametrize("what", [5, object(), sdk.Backend])
+@pytest.mark.parametrize("what", [5, b"x", object(), sdk.Backend])
 def test_what_is_no_backend_is_refused(what: object, tmp_path: Path) -> None:
     with pytest.raises(BackendRefused, match="is no backend"):
         load(tmp_path, backend=what)  # type: ignore[arg-type]

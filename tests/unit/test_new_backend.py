@@ -67,6 +67,37 @@ def test_its_op_is_right_and_a_model_runs(made: Path, tmp_path: Path) -> None:
     assert "gemma_rmsnorm" not in model.fallback_calls
 
 
+SECOND = """
+        if op.spec.name == "swiglu_oai":
+            alpha, beta, limit = (op.attrs[name] for name in ("alpha", "beta", "limit"))
+
+            def activate(outs: Sequence[Any], ins: Sequence[Any], weights: None, space: torch.Tensor | None) -> None:
+                gate, up = ins[0].clamp(max=limit), ins[1].clamp(-limit, limit)
+                torch.mul((up + beta) * gate, torch.sigmoid(alpha * gate), out=outs[0])
+
+            exact = Arithmetic("float32", "float32", "float32")
+            return Kernel(name="swiglu", run=activate, arithmetic=exact, workspace_bytes=0, why="the only one")
+"""
+
+
+def test_a_second_op_by_the_documentation_alone(made: Path, tmp_path: Path) -> None:
+    """What docs/writing-a-backend.md says in section 4: answer `kernel`, move the name, run the op's items."""
+    source, manifest = made / "m31_two_words" / "session.py", made / "m31_two_words" / "backend.toml"
+    before = '        if op.spec.name != "gemma_rmsnorm":'
+    assert before in source.read_text()
+    source.write_text(source.read_text().replace(before, SECOND.lstrip("\n") + before))
+    text = manifest.read_text().replace('"swiglu_oai", ', "")
+    manifest.write_text(text.replace('ops = ["gemma_rmsnorm"]', 'ops = ["gemma_rmsnorm", "swiglu_oai"]'))
+    assert [f for f in lint(made) if f.kind == "error"] == []
+    own = bench(made, tmp_path / "scratch")
+    assert own.manifest.ops == ("gemma_rmsnorm", "swiglu_oai")
+    items = collect(own.manifest, ("L1",), "L1/swiglu_oai or L1/gemma_rmsnorm")
+    verdicts = [item.judge(item.execute(own)) for item in items]  # none is refused, none fails
+    assert {item.subject for item in items} == {"gemma_rmsnorm", "swiglu_oai"}
+    assert len(verdicts) > 40
+    assert max(verdict.margin or 0 for verdict in verdicts) > 0
+
+
 def test_nothing_of_the_template_is_left(made: Path) -> None:
     files = [path for path in made.rglob("*") if path.is_file()]
     assert {"pyproject.toml", "README.md", "expect.toml", "conformance.yml", "session.py"} <= {p.name for p in files}
@@ -227,3 +258,14 @@ def test_there_has_to_be_a_package(tmp_path: Path) -> None:
         lint(tmp_path)
     with pytest.raises(RequestError, match="no folder"):
         lint(tmp_path / "nowhere")
+
+
+def test_a_line_is_told_once_and_a_damaged_project_file_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "m31_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("from m31_reference.session import ReferenceBackend, ReferenceSession\n")
+    found = [entry for entry in lint(tmp_path) if "imports the backend" in str(entry)]
+    assert len(found) == 1
+    (tmp_path / "pyproject.toml").write_text("[project\n")
+    with pytest.raises(RequestError, match=r"pyproject\.toml.*not valid TOML"):
+        lint(tmp_path)

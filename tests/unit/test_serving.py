@@ -200,3 +200,23 @@ def test_what_the_manifest_does_not_claim_is_not_asked_for() -> None:
     found = serving.assign(op, STEPS[0])
     assert isinstance(found, Assigned)
     assert (found.by, found.fallback) == ("reference", "backend partial does not claim it")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda kernel: Refusal(" "), "a Refusal without a reason"),
+        (lambda kernel: dataclasses.replace(kernel, arithmetic="float32"), "the arithmetic 'float32'"),
+        (lambda kernel: dataclasses.replace(kernel, workspace_bytes=-1), "workspace_bytes = -1"),
+        (lambda kernel: dataclasses.replace(kernel, name=""), "the name ''"),
+    ],
+)
+def test_an_answer_without_a_meaning_is_a_violation(change: Any, said: str) -> None:
+    class Odd(Partial):
+        def kernel(self, op: OpInstance, step: StepClass) -> Any:
+            return change(super().kernel(op, step))
+
+    op = next(call.op for call in GRAPH.calls if call.op.spec.name == "linear")
+    with pytest.raises(ContractViolation, match=said) as caught:
+        Serving("odd", Odd("linear")).assign(op, STEPS[0])
+    assert caught.value.rule == "opened"

@@ -48,8 +48,10 @@ class Bar:
         """Take note of a result."""
         if progress.last.outcome == "failed":
             self.clear()
-            first = progress.last.message.split("\n")[0]
-            self._out.note(f"failed {progress.last.id}: {first[:300]}")
+            from m31.conformance.item import gist
+
+            said = "\n".join(gist(progress.last.message))
+            self._out.note(f"failed {progress.last.id}: {said}")
         now = time.monotonic()
         due = now - self._drawn >= (_EVERY if self._terminal else _LINES_EVERY)
         if not due and progress.done < progress.total:
@@ -240,7 +242,7 @@ def verify(args: argparse.Namespace, out: Output) -> int:
 
     done = verifying.verify(
         Path(args.pack),
-        sample=max(0, args.sample),
+        sample=args.sample,
         backend=args.backend,
         device=args.device,
         checkpoint=args.checkpoint,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 EXIT_CODES = """exit codes of run, report and judge:
   0    as it should be: conformant, or, of a selection, nothing failed
   1    failures, or entries of expect.toml that are not true
-  2    not conformant by omission: a claim was never exercised, or nothing was selected
+  2    not conformant by omission: a claim was never exercised, or nothing that was selected ran
   3    the environment or the suite itself: no backend, a damaged file, a criterion that accepts nonsense
   130  interrupted; what was found so far is reported"""
 
@@ -28,6 +28,23 @@ def _positive(kind: Callable[[str], float], what: str) -> Callable[[str], float]
         return value
 
     return convert
+
+
+def _expression(text: str) -> str:
+    from m31.conformance.expression import parse
+    from m31.errors import RequestError
+
+    try:
+        parse(text)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(f"{error.what}; expected {error.expected}, got '{text}'") from None
+    return text
+
+
+def _sample(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of items, or 0, got '{text}'")
+    return int(text)
 
 
 _count = _positive(int, "a whole number above 0")
@@ -50,7 +67,12 @@ def _selection(parser: argparse.ArgumentParser) -> None:
         choices=("L0", "L1", "L2", "L3", "L4"),
         help="run this level and those below it (default: L3, or L4 with --checkpoint)",
     )
-    parser.add_argument("-k", metavar="EXPR", help="only items whose id matches: words joined by and, or, not, ( )")
+    parser.add_argument(
+        "-k",
+        metavar="EXPR",
+        type=_expression,
+        help="only items whose id matches: words joined by and, or, not, ( ); `smoke`: a few of all",
+    )
     parser.add_argument("--checkpoint", metavar="DIR", help="folder of a real checkpoint, for L4")
 
 
@@ -102,7 +124,7 @@ def _pack(parser: argparse.ArgumentParser) -> None:
 def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pack", metavar="PACK", help="archive of m31 conform pack")
     parser.add_argument(
-        "--sample", metavar="N", type=int, default=20, help="items to run again; 0 for none (default: %(default)s)"
+        "--sample", metavar="N", type=_sample, default=20, help="items to run again; 0 for none (default: %(default)s)"
     )
     _backend(parser, required=False)
     parser.add_argument("--device", metavar="DEVICE", help="device of the backend (default: the backend decides)")
@@ -131,9 +153,14 @@ def _bisect(parser: argparse.ArgumentParser) -> None:
 
 
 def _selftest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-k", metavar="EXPR", help="only faults whose name matches: words joined by and, or, not, ( )")
+    parser.add_argument(
+        "-k", metavar="EXPR", type=_expression, help="only faults whose name matches: words joined by and, or, not, ( )"
+    )
     parser.add_argument(
         "--backend", metavar="NAME", default="reference", help="backend to break (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--matrix", metavar="FILE", help="do not stop at the first item that fails; write fault x item there, as CSV"
     )
 
 

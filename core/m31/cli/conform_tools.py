@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m31.cli.output import Output
 
 if TYPE_CHECKING:
+    from m31.conformance.faults import Fault
+    from m31.conformance.faults.selftest import MakeBench
     from m31.conformance.item import Item
     from m31.sdk.manifest import Manifest
 
@@ -44,11 +48,39 @@ def selftest(args: argparse.Namespace, out: Output) -> int:
         def items(manifest: Manifest) -> list[Item]:
             return collect(manifest, ("L0", "L1", "L2", "L3"))
 
+        if args.matrix is not None:
+            return _matrix(chosen, items, make, Path(args.matrix), out)
         done = faults.selftest(chosen, items, make, said=out.line)
     out.line(str(done).splitlines()[-1])
     for name, why in done.healthy.items():
         out.note(f"the healthy backend does not pass {name}: {why}")
     return 0 if done.ok else 1
+
+
+def _matrix(
+    chosen: list[Fault], items: Callable[[Manifest], list[Item]], make: MakeBench, path: Path, out: Output
+) -> int:
+    """Every fault against every item of its subject, into a file; 1 if a fault is not seen by any."""
+    from m31.conformance import faults
+
+    unseen = []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(("fault", "item", "outcome", "said"))
+        for fault in chosen:
+            row = list(faults.matrix([fault], items, make))
+            table.writerows((cell.fault, cell.item, cell.outcome, cell.how) for cell in row)
+            caught = sum(cell.outcome == "caught" for cell in row)
+            idle = sum(cell.outcome == "not run" for cell in row)
+            out.line(f"{fault.name}: {caught} of {len(row)} items fail" + (f", {idle} do not run" if idle else ""))
+            unseen += [] if faults.seen(fault, row) else [fault.name]
+    out.line(
+        f"{len(chosen)} faults, {len(chosen) - len(unseen)} caught, {len(unseen)} survived"
+        + "".join(f" {n}" for n in unseen)
+    )
+    out.note(f"wrote {path}")
+    return int(bool(unseen))
 
 
 def bisect(args: argparse.Namespace, out: Output) -> int:
@@ -58,6 +90,7 @@ def bisect(args: argparse.Namespace, out: Output) -> int:
     """
     from m31.conformance.bench import Bench
     from m31.conformance.bisect import bisect as compare
+    from m31.conformance.files import writing
     from m31.conformance.item import NotRun
     from m31.conformance.running.setup import backend_of
     from m31.errors import RequestError
@@ -78,9 +111,10 @@ def bisect(args: argparse.Namespace, out: Output) -> int:
     out.line(table)
     if args.out is not None:
         where = Path(args.out)
-        where.mkdir(parents=True, exist_ok=True)
-        (where / "bisect.txt").write_text(table + "\n", encoding="utf-8")
-        (where / "bisect.svg").write_text(found.svg(), encoding="utf-8")
+        with writing(where):
+            where.mkdir(parents=True, exist_ok=True)
+            (where / "bisect.txt").write_text(table + "\n", encoding="utf-8")
+            (where / "bisect.svg").write_text(found.svg(), encoding="utf-8")
         out.note(f"wrote {where / 'bisect.txt'} and {where / 'bisect.svg'}")
     return 0 if found.first is None else 1
 

@@ -11,13 +11,17 @@ if TYPE_CHECKING:
     from m31.sdk.manifest import Manifest
 
 STORED_BY = {"linear": ("float32", "bfloat16", "mxfp8"), "experts": ("float32", "bfloat16", "mxfp8", "nvfp4")}
-"""Ops whose weights a checkpoint stores in several formats (MODEL.md §3): each pair is a claim of its own."""
+"""Ops whose weights a checkpoint stores in several formats (MODEL.md §3): each pair is a claim of its own.
+
+float32 is one for backends that compute in it. All others list it among their weights for the router alone, which every
+checkpoint may store so."""
 
 
 def of_manifest(manifest: Manifest) -> list[str]:
     """The claims of a manifest, in its order.
 
-    `op:NAME` of what `ops` lists, and `op:NAME/FORMAT` unless it may fall back (then it need not serve every format);
+    `op:NAME` of what `ops` lists, and `op:NAME/FORMAT` unless it may fall back (then it need not serve every format):
+    see `STORED_BY`;
     `weights:F`, `kv:F`, `index:F`, `compute:F`, `arithmetic:A`; `determinism:NAME` where it is declared; `limit:NAME`
     of every limit that promises something.
     """
@@ -32,7 +36,8 @@ def of_manifest(manifest: Manifest) -> list[str]:
     own = [name for name in served if name not in manifest.fallback]
     formats = manifest.formats
     claims = [f"op:{name}" for name in served]
-    claims += [f"op:{name}/{form}" for name in own for form in STORED_BY.get(name, ()) if form in formats.weights]
+    forms = [form for form in formats.weights if form != "float32" or "float32" in formats.compute]
+    claims += [f"op:{name}/{form}" for name in own for form in STORED_BY.get(name, ()) if form in forms]
     claims += [f"weights:{form}" for form in formats.weights]
     claims += [f"kv:{form}" for form in formats.kv]
     claims += [f"index:{form}" for form in formats.index]

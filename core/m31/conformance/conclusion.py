@@ -16,6 +16,8 @@ from m31.conformance.running.attempt import SUITE_ERRORS
 from m31.conformance.running.journal import Run
 
 PASSED, FAILED, OMITTED, TROUBLE, INTERRUPTED = 0, 1, 2, 3, 130
+UNSERVED = ("refused", "fallback", "unclaimed")
+"""Outcomes of items that the backend, as its manifest says, does not compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,7 @@ def _reached(
     reached: Level | None = None
     for level in levels:
         own = [result for result in run.results if result.level == level]
-        good = all(r.outcome in ("passed", "refused", "fallback", "unclaimed") or r.id in waived for r in own)
+        good = all(r.outcome in ("passed", *UNSERVED) or r.id in waived for r in own)
         omitted = any(first == level and not passed for first, passed in claims.values())
         if omitted or not good or not any(r.outcome == "passed" for r in own):
             break
@@ -134,7 +136,12 @@ def _code(
         return INTERRUPTED
     if faults:
         return TROUBLE
-    return OMITTED if omissions else PASSED
+    return OMITTED if omissions or _nothing_ran(run) else PASSED
+
+
+def _nothing_ran(run: Run) -> bool:
+    """Whether the backend computed nothing of all that was asked, by its own choice: such a selection shows nothing."""
+    return all(result.outcome in UNSERVED for result in run.results)
 
 
 def _sentence(
@@ -157,6 +164,11 @@ def _sentence(
         parts.append(f"the suite itself is at fault in {_count(len(faults), 'item')}")
     if omissions:
         parts.append(f"{_count(len(omissions), 'claim')} never exercised")
+    elif code == OMITTED:
+        counts = Counter(result.outcome for result in run.results)
+        told = ", ".join(f"{number:,} {outcome}" for outcome, number in counts.items())
+        hint = "" if set(counts) == {"refused"} else "; is the op in the manifest's ops?"
+        parts.append(f"none of {_count(len(run.results), 'selected item')} ran on it ({told}){hint}")
     if not run.complete:
         parts.append(f"stopped after {len(run.results):,} of {_count(len(run.header['ids']), 'item')}")
     detail = "; ".join(parts)
@@ -172,7 +184,7 @@ def _sentence(
     if code == INTERRUPTED:
         return f"incomplete: {detail}"
     if code == OMITTED:
-        return f"not conformant by omission: {detail}"
+        return ("not conformant by omission: " if omissions else "nothing was judged: ") + detail
     level = f"; level {reached} is reached" if reached else ""
     return ("cannot be judged: " if code == TROUBLE else "not conformant: ") + detail + level
 

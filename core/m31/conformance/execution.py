@@ -27,6 +27,7 @@ from m31.errors import ContractViolation
 from m31.formats import mxfp8, nvfp4
 from m31.graph import Arithmetic, Kernel, OpInstance, Refusal
 from m31.ops import Case, OpSpec, StateType, TensorType
+from m31.ops.body import FusedOp
 from m31.sdk.backend import KVCache, KVSpec, LazyTensor, Session
 
 State = dict[tuple[int, str], F64]
@@ -196,6 +197,8 @@ def judge_case(run: Run, evidence: Evidence) -> tuple[Verdict, str | None]:
         _require_written(have, want, arg.name, where)
         got.append(have if arg.dtype == "int64" else np.float64(have))
     given = Given(case.attrs, args, expected, arithmetic, evidence.facts["grid"])
+    if spec.criterion != "exact":
+        twin.require(spec.name, arithmetic, where, fused=isinstance(spec, FusedOp))
     reason = judge.unjudged(spec, arithmetic, case.attrs)
     if reason:
         return judge.require_likeness(spec, given, got, where), reason

@@ -129,3 +129,8 @@ class Result:
     inputs: str = ""
     kernel: str = ""
     arithmetic: str = ""
+
+
+def gist(message: str, *, lines: int = 5, width: int = 300) -> list[str]:
+    """The first lines of a failure's message that are not empty: what was raised, then where, innermost first."""
+    return [line[:width] for line in message.split("\n") if line.strip()][:lines]

@@ -60,7 +60,7 @@ def lint(path: Path) -> list[Finding]:
         path: a project folder (with pyproject.toml), a package folder, or a folder with packages.
 
     Raises:
-        RequestError: there is no package.
+        RequestError: there is no package, or its pyproject.toml cannot be read.
     """
     if not path.is_dir():
         raise RequestError(f"there is no folder '{path}'", expected="a project or a package")
@@ -75,7 +75,7 @@ def lint(path: Path) -> list[Finding]:
         found += _manifest(package, project)
     if project is not None:
         found += _entries(path, project, packages)
-    return found
+    return list(dict.fromkeys(found))  # one line may import several names of one module
 
 
 # --- which packages -------------------------------------------------------------------------------------------------
@@ -83,7 +83,12 @@ def lint(path: Path) -> list[Finding]:
 
 def _project(path: Path) -> dict[str, Any] | None:
     file = path / "pyproject.toml"
-    return tomllib.loads(file.read_text()) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"not valid TOML: {error}", where=str(file), fix="repair the file") from error
 
 
 def _packages(path: Path, project: dict[str, Any] | None) -> list[Path]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from m31 import ops
-from m31.conformance.cases import cases_of, last_axes, step_of, storable
+from m31.conformance.cases import cases_of, last_axes, specs, step_of, storable
 from m31.conformance.execution import Run, execute, judge_case, kv_spec
 from m31.errors import BackendRefused
 from m31.graph import Refusal
 from m31.ops import Case, OpSpec
-from m31.ops.fused import FUSED
 from m31.sdk.backend import Session
 
 
@@ -30,9 +28,9 @@ class Checked:
 
 
 def check_ops(session: Session, *, pages: Session | None = None, gaps: bool = True) -> dict[str, Checked]:
-    """`check_op` for every op and fused op, by name; what the session does not serve is in `Checked.refused`."""
-    specs = {**ops.ALL, **FUSED}
-    return {name: check_op(session, spec, pages=pages, gaps=gaps) for name, spec in specs.items()}
+    """`check_op` for every op, by name: of the text model, of the draft head, of adapters, and fused ones; what the
+    session does not serve is in `Checked.refused`."""
+    return {name: check_op(session, spec, pages=pages, gaps=gaps) for name, spec in specs().items()}
 
 
 def check_op(session: Session, spec: OpSpec, *, pages: Session | None = None, gaps: bool = True) -> Checked:
@@ -48,7 +46,8 @@ def check_op(session: Session, spec: OpSpec, *, pages: Session | None = None, ga
 
     Args:
         session: whose kernels run.
-        spec: of `m31.ops.ALL`, or a fused one, whose bound follows from its body (`m31.conformance.composition`).
+        spec: of `m31.ops.ALL`, `DRAFT` or `ADAPTER`, or a fused one, whose bound follows from its body
+            (`m31.conformance.composition`).
         pages: another session, of whose pages and page-writing kernels the first one's kernels make use.
         gaps: also with something between any two elements of inputs and outputs.
 

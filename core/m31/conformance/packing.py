@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from m31.conformance import report
+from m31.conformance.files import writing
 from m31.conformance.report import document
 from m31.conformance.running import journal
 from m31.errors import SuiteError
@@ -80,8 +81,9 @@ def pack(
     """Write the archive of a run, a gzipped tar, whole or not at all; its files are returned. See `contents`."""
     files = contents(folder, allow_dirty=allow_dirty, today=today or datetime.date.today())
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(archive(files, path.name.removesuffix(".gz").removesuffix(".tar")))
-    partial.replace(path)
+    with writing(path):
+        partial.write_bytes(archive(files, path.name.removesuffix(".gz").removesuffix(".tar")))
+        partial.replace(path)
     return files
 
 

@@ -7,8 +7,10 @@ import hashlib
 import importlib.metadata as metadata
 import os
 import platform
+import site
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 SUITE_VERSION = 1
 """Counts changes of items or criteria after which an earlier verdict does not carry over."""
+
+UNTRACKED = "untracked"
+"""In the place of a commit where no repository knows a package that was not installed either."""
 
 _ENVIRONMENT = ("M31_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "NUMBA_", "PYTORCH_", "TORCH_", "TRITON_")
 _ENVIRONMENT_ENDS = ("_VISIBLE_DEVICES", "_LAUNCH_BLOCKING")
@@ -38,7 +43,8 @@ def manifest_hash(manifest: Manifest) -> str:
 
 
 def checkout(folder: Path) -> dict[str, Any] | None:
-    """Commit of the git checkout that tracks a folder, and whether the folder has changes; None outside of one."""
+    """Commit of the git checkout that tracks a folder, and whether the folder has changes; None for an installed
+    package, whose version says what it is. A folder that is neither has changes that no commit has: all of it."""
 
     def git(*words: str) -> str | None:
         try:
@@ -51,9 +57,17 @@ def checkout(folder: Path) -> dict[str, Any] | None:
 
     commit = git("rev-parse", "HEAD")
     if commit is None or not git("ls-files", "--", "."):  # an installed package may lie inside some repository
-        return None
+        return None if _installed(folder) else {"commit": UNTRACKED, "dirty": True}
     status = git("status", "--porcelain", "--", ".")
     return {"commit": commit, "dirty": status is None or bool(status)}
+
+
+def _installed(folder: Path) -> bool:
+    places = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")} | {
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    }
+    return any(folder.resolve().is_relative_to(Path(place).resolve()) for place in places)
 
 
 def _version(distribution: str) -> str | None:

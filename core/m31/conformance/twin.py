@@ -19,6 +19,7 @@ import numpy as np
 from m31.conformance import intervals
 from m31.conformance.bounds import F64, KNOWN
 from m31.conformance.op_bounds import Given, activated, visible
+from m31.errors import ContractViolation
 from m31.formats import fp8, mxfp8, nvfp4
 from m31.graph import Arithmetic
 from m31.ops.moe import activation
@@ -33,6 +34,15 @@ INPUTS: Mapping[str, Callable[[F64], F64]] = {
 _MIDDLE = ("mxfp8", "nvfp4-static", "bfloat16")
 _DECODED = ("mxfp8", "nvfp4", "e2m1", "e4m3", "int8")
 """Formats that a weight or a page is given in, decoded."""
+_SHIFTED = "e4m3-shift3"
+FORMATS = KNOWN | {*_DECODED, *INPUTS, *_MIDDLE, _SHIFTED}
+"""Every name that an operand may be declared with."""
+_TAKEN = {
+    "linear": (tuple(INPUTS),),
+    "experts": (tuple(INPUTS), _MIDDLE),
+    **dict.fromkeys(READERS, (("e4m3",), ("e4m3",))),
+}
+"""By op: what a definition quantises, product by product."""
 INPUT_GLOBAL_SCALE = 300.0
 """Of the second product of the suite's experts that are stored in NVFP4; others have none, and take the default."""
 
@@ -59,17 +69,39 @@ def quantises(arithmetic: Arithmetic) -> bool:
     return any(name not in KNOWN or name in _DECODED for p in products(arithmetic) for name in (p.activation, p.weight))
 
 
+def require(op: str, arithmetic: Arithmetic, where: str, *, fused: bool) -> None:
+    """A declaration that nobody can hold a kernel to would free it of its bound.
+
+    Raises:
+        ContractViolation: an operand has a name that is no format's, or the op, unless it is a fused one, has no
+            definition that quantises.
+    """
+    names = [name for p in products(arithmetic) for name in (p.activation, p.weight)]
+    if strange := [name for name in names if name not in FORMATS]:
+        raise ContractViolation(
+            "arithmetic",
+            f"declares operands in {strange[0]!r}, which is the name of no format",
+            where=where,
+            expected=f"one of {', '.join(sorted(FORMATS))}",
+        )
+    if quantises(arithmetic) and op not in _TAKEN and not fused:
+        raise ContractViolation(
+            "arithmetic",
+            f"declares operands in {arithmetic.operands}, and no definition of {op} quantises its operands",
+            where=where,
+            expected=f"one of {', '.join(sorted(KNOWN - set(_DECODED)))}",
+        )
+
+
 def unknown(op: str, arithmetic: Arithmetic) -> str | None:
     """Why there is no twin of a kernel of an op, or None."""
-    taken = {"linear": (tuple(INPUTS),), "experts": (tuple(INPUTS), _MIDDLE)}
-    taken |= dict.fromkeys(READERS, (("e4m3",), ("e4m3",)))
     for at, product in enumerate(products(arithmetic)):
         plain = product.activation in KNOWN and product.activation not in _DECODED
-        known = taken[op][at] if at < len(taken.get(op, ())) else ()
+        known = _TAKEN[op][at] if at < len(_TAKEN.get(op, ())) else ()
         if not plain and product.activation not in known:
             return f"no definition of {op} quantises {product.activation} ({arithmetic.operands})"
         weight = product.weight in KNOWN or product.weight in _DECODED
-        if not weight and not (op in READERS and product.weight == "e4m3-shift3"):
+        if not weight and not (op in READERS and product.weight == _SHIFTED):
             return f"no definition of {op} reads {product.weight} ({arithmetic.operands})"
     return None
 

@@ -123,10 +123,24 @@ def require_losses(handle: WeightHandle, op: OpInstance, slots: Mapping[str, Laz
         if not declared or not off <= allowed:
             raise ContractViolation(
                 "losses",
-                f"slot {slot} ('{tensor.name}') is off by {off:.3g}, declared is {dict(declared) or 'no loss'}",
+                f"slot {slot} ('{tensor.name}') is off by {off:.3g}{_worst(want, got)}, declared is "
+                f"{dict(declared) or 'no loss'}",
                 where=f"prepare of {op.name}",
                 expected=f"at most {allowed:.3g}" if declared else "exactly the checkpoint's values",
             )
+
+
+def _worst(want: torch.Tensor, got: torch.Tensor) -> str:
+    """Where two tensors differ most, and by what: a factor, a shift or a transposition shows in the numbers."""
+    if got.shape != want.shape:
+        return f" (it has the shape {list(got.shape)}, the checkpoint's {list(want.shape)})"
+    if got.is_complex() or not want.numel():
+        return ""
+    apart = (got.double() - want.double()).abs().nan_to_num(nan=float("inf"))
+    place = tuple(int(axis) for axis in torch.unravel_index(apart.argmax(), want.shape))
+    return (
+        f" at {list(place)}, where the checkpoint has {float(want[place]):.6g} and the handle {float(got[place]):.6g}"
+    )
 
 
 def _the_same_quotient(tensor: LazyTensor, got: torch.Tensor, want: torch.Tensor) -> bool:

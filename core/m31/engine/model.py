@@ -16,6 +16,7 @@ from m31.engine.sequence import Sequence as EngineSequence
 from m31.engine.stops import StopStrings
 from m31.errors import ContextLimitExceeded, RequestError, TemplateError, TokenizerError
 from m31.text.detokenizer import Detokenizer
+from m31.text.messages import MEDIA_TYPES
 
 if TYPE_CHECKING:
     from m31.config import Model as ModelConfig
@@ -315,11 +316,31 @@ class Model:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation, by the checkpoint's own template."""
+        """The prompt text of a conversation, by the checkpoint's own template.
+
+        Raises:
+            TemplateError: the checkpoint has no template.
+            RequestError: a message that the template would drop, forge or misprint, or one with an image or a video.
+        """
         if self.template is None:
             raise TemplateError("this checkpoint has no chat template", fix="give a raw prompt")
+        self._refuse_media(messages)
         self._refuse_special(messages)
         return self.template.render(messages, tools=tools, **variables)
+
+    def _refuse_media(self, messages: Sequence[Any]) -> None:
+        """A template has a placeholder for an image; without its pixels that is a token like any other."""
+        for at, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, Mapping) else None
+            for part in content if isinstance(content, list | tuple) else ():
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind in MEDIA_TYPES:
+                    raise RequestError(
+                        f"has {'an' if kind == 'image' else 'a'} {kind}",
+                        where=f"message {at}",
+                        expected=f"text: there is no vision tower yet, and backend {self.decision.name} serves none",
+                        fix="leave it out",
+                    )
 
     def _refuse_special(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """The rendered prompt is encoded with its special strings; one in a message would end it and forge the next."""

@@ -7,7 +7,7 @@ counts the calls.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from m31.errors import BackendRefused, ContractViolation
 from m31.graph import Arithmetic, Assigned, Kernel, Refusal
@@ -82,6 +82,8 @@ class Serving:
                 where=f"backend {self.name}",
                 expected="a Kernel, or a Refusal with a reason",
             )
+        if what := _malformed(found):
+            raise ContractViolation("opened", f"answers {what} for {op.spec.name}", where=f"backend {self.name}")
         return found
 
     def wants(self, op: OpInstance, step: StepClass) -> bool:
@@ -124,6 +126,20 @@ class Serving:
                 fix="choose another --kv-dtype or --index-dtype, or another backend",
             )
         return layout
+
+
+def _malformed(answer: Any) -> str:
+    """What of a Kernel or Refusal has no meaning, whatever its annotations say; "" if all of it has one."""
+    if isinstance(answer, Refusal):
+        return "" if str(answer.reason or "").strip() else "a Refusal without a reason"
+    if not isinstance(answer.arithmetic, Arithmetic):
+        return f"a Kernel with the arithmetic {answer.arithmetic!r}, which is no m31.graph.Arithmetic,"
+    size = answer.workspace_bytes
+    if not isinstance(size, int) or size < 0:
+        return f"a Kernel with workspace_bytes = {size!r}, which is no number of bytes,"
+    if not isinstance(answer.name, str) or not answer.name:
+        return f"a Kernel with the name {answer.name!r}"
+    return ""
 
 
 def _buffers(session: Session) -> str:

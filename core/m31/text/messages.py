@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from m31.errors import RequestError
 
 ROLES = ("root", "system", "developer", "user", "assistant", "tool")
-PART_TYPES = ("text", "image", "video")
+MEDIA_TYPES = ("image", "video")
+PART_TYPES = ("text", *MEDIA_TYPES)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

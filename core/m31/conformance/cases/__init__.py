@@ -24,8 +24,8 @@ _SYMBOLS = {"T": "T", "S": "S", "R": "R", "P": "P"}
 _LITTLE, _FEW = 0.04, 17  # seconds and tokens
 _BLOCKS = {"mxfp8": mxfp8.GROUP, "nvfp4": nvfp4.GROUP}
 _QUANTISED = {
-    "mxfp8": ("linear", "experts", "experts_shared", "qkv_insert", "qkv_insert_dense"),
-    "nvfp4": ("experts", "experts_shared"),
+    "mxfp8": ("linear", "experts", "lora_experts", "experts_shared", "qkv_insert", "qkv_insert_dense"),
+    "nvfp4": ("experts", "lora_experts", "experts_shared"),
 }
 
 
@@ -85,12 +85,12 @@ def storable(spec: OpSpec, matrices: tuple[int, ...] | None) -> list[str]:
     return forms
 
 
-def stored_as(spec: OpSpec, arg: str, shape: tuple[int, ...], stored: str) -> str:
+def stored_as(spec: OpSpec, arg: str, slot: str, shape: tuple[int, ...], stored: str) -> str:
     """How one tensor is stored where a case says `stored`: a block format is for matrices, NVFP4 for routed experts,
-    beside which a checkpoint has MXFP8 projections and BF16 norms (MODEL.md §3.7)."""
+    beside which a checkpoint has MXFP8 projections and BF16 norms (MODEL.md §3.7), and adapters are plain."""
     if stored not in _BLOCKS:
         return stored
-    if len(shape) != 2:
+    if len(shape) != 2 or slot.startswith("lora_"):
         return "bfloat16"
     return "mxfp8" if stored == "nvfp4" and spec.name == "experts_shared" and arg != "routed" else stored
 
@@ -112,7 +112,7 @@ def instance(spec: OpSpec, case: Case, stored: str, formats: tuple[str, str]) ->
                     f"{case.id}.{arg.name}.{slot}",
                     np.shape(value),
                     (None,) * np.ndim(value),
-                    stored=stored_as(spec, arg.name, np.shape(value), stored),
+                    stored=stored_as(spec, arg.name, slot, np.shape(value), stored),
                 )
                 for slot, value in weight_of(case, arg.name).items()
             }

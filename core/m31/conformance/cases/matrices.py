@@ -1,4 +1,4 @@
-"""Cases of products: projections, the head, the router, experts."""
+"""Cases of products: projections, the head, the router, experts, and adapters of the head and of experts."""
 
 from __future__ import annotations
 
@@ -228,10 +228,74 @@ def _shared_plans() -> Iterator[Planned]:
         )
 
 
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+
+def _lora_logits(name: str, rows: int, rank: int, vocabulary: int, values: str) -> Case:
+    case = f"lora_logits/{name}"
+    rng = rng_for(case)
+    inputs = {"logits": rng.standard_normal((rows, vocabulary)) * 3, "a": rng.standard_normal((rows, rank))}
+    inputs["a"] = special(inputs["a"], values)
+    return Case(case, {}, {**inputs, "w": rng.standard_normal((vocabulary, rank))})
+
+
+def _lora_logits_plans() -> Iterator[Planned]:
+    for name, rows, rank, vocabulary, values in (
+        *((f"rows-{rows}", rows, 8, 17, "ordinary") for rows in (127, 128, 129)),
+        ("real-rank-16", 3, 16, 1024, "ordinary"),
+        ("real-square", 64, 64, 64, "ordinary"),  # R equals K equals V
+        *((f"real-{values}", 3, 32, 128, values) for values in SPECIAL),
+    ):
+        yield Planned(
+            f"lora_logits/{name}",
+            partial(_lora_logits, name, rows, rank, vocabulary, values),
+            {"rows": rows, "width": vocabulary, "values": values},
+            (rank,),
+            real=name.startswith("real"),
+        )
+
+
+def _lora_experts(name: str, p: dict[str, Any]) -> Case:
+    case = f"lora_experts/{name}"
+    inputs, rng = _expert_inputs(case, p), rng_for(f"{case}/adapters")
+    for slot in [slot for slot in inputs["w"] if slot.startswith(p["adapted"])]:
+        rows, width = inputs["w"][slot].shape
+        inputs["w"][f"lora_A.{slot}"] = rng.standard_normal((p["rank"], width)) * p["scale"]
+        inputs["w"][f"lora_B.{slot}"] = rng.standard_normal((rows, p["rank"])) * p["scale"]
+    return Case(case, {**p["act"], "routed_scaling_factor": p["factor"], "experts": p["experts"]}, inputs)
+
+
+def _lora_expert_plans() -> Iterator[Planned]:
+    shapes: tuple[tuple[str, dict[str, Any]], ...] = (
+        *((f"tokens-{tokens}", {"tokens": tokens}) for tokens in (1, 17)),
+        *((f"tokens-{tokens}", {"tokens": tokens, "width": 32, "topk": 1}) for tokens in (127, 128, 129)),
+        ("real", {"tokens": 5, **_REAL, "rank": 16}),
+        ("real-hit-by-all", {"tokens": 9, **_REAL, "spread": "all-one"}),
+        ("real-hit-by-none", {"tokens": 4, **_REAL, "spread": "idle"}),
+        ("real-of-one-expert", {"tokens": 6, **_REAL, "adapted": ("w1.3", "w2.3", "w3.3")}),
+        ("real-down-only", {"tokens": 4, **_REAL, "adapted": ("w2",)}),
+        ("real-other-parameters", {"tokens": 4, **_REAL, "act": _ODD, "factor": 0.75, "scale": 0.5}),
+        *((f"real-{values}", {"tokens": 4, **_REAL, "values": values}) for values in SPECIAL),
+    )
+    for name, changes in shapes:
+        p = {**_BASE, "rank": 8, "adapted": ("w1", "w2", "w3"), **changes}
+        attrs = {**p["act"], "routed_scaling_factor": p["factor"], "experts": p["experts"]}
+        yield Planned(
+            f"lora_experts/{name}",
+            partial(_lora_experts, name, p),
+            {"tokens": p["tokens"], "width": p["width"], "values": p["values"], "hit": p["spread"], **attrs},
+            tuple(dict.fromkeys((p["width"], p["inner"]))),
+            real=name.startswith("real"),
+            seconds=0.03,
+        )
+
+
 MATRICES: dict[str, list[Planned]] = {
     "linear": list(_linears()),
     "lm_head": list(_heads()),
     "router": list(_routers()),
     "experts": list(_expert_plans()),
     "experts_shared": list(_shared_plans()),
+    "lora_logits": list(_lora_logits_plans()),
+    "lora_experts": list(_lora_expert_plans()),
 }

@@ -22,7 +22,8 @@ class Planned:
         id: of the case: seeds its values.
         build: makes it.
         attributes: what it exercises, see `attributes_of`; `values` says what is special about its numbers.
-        matrices: the last axis of each matrix among its weights; None if there are no weights.
+        matrices: the last axis of each matrix among its weights, but for adapters', which are stored plain; None if
+            there are no weights.
         vector: channels of a vector in its pages; 0 without pages.
         own: of the op's own cases.
         real: of sizes that kernels are made for: served in every format, and by every arithmetic.
@@ -84,7 +85,7 @@ def last_axes(case: Case, spec: OpSpec) -> tuple[tuple[int, ...] | None, int]:
     matrices = []
     for name in names:
         value = case.inputs[name]
-        for one in value.values() if isinstance(value, dict) else (value,):
-            if np.ndim(one) == 2:
+        for slot, one in value.items() if isinstance(value, dict) else (("", value),):
+            if np.ndim(one) == 2 and not slot.startswith("lora_"):
                 matrices.append(np.shape(one)[1])
     return tuple(dict.fromkeys(matrices)), vector

@@ -188,6 +188,30 @@ PAGES = (
 )
 
 
+def _values_first(real: KVCache) -> KVCache:
+    """Exports V under the names of K, and takes it back likewise."""
+    healthy, taken = real.export, real.import_
+
+    def turned(pages: ExportedPages) -> ExportedPages:
+        other = {name: name.replace(".k.", ".*.").replace(".v.", ".k.").replace(".*.", ".v.") for name in pages.tensors}
+        return replace(pages, tensors={name: pages.tensors[other[name]] for name in pages.tensors})
+
+    real.export = lambda pages: turned(healthy(pages))  # type: ignore[method-assign]
+    real.import_ = lambda exported, pages: taken(turned(exported), pages)  # type: ignore[method-assign]
+    return real
+
+
+ORDER = Fault(
+    name="pages-of-another-order",
+    what="pages are exported with V before K, and named as those that have K before V",
+    source="BUG-71",
+    level="L2",
+    subject="pages between-backends",
+    catches="L2/pages/between-backends/kv-*",
+    break_=Break(cache=_values_first),
+)
+
+
 def _everywhere(real: KVCache) -> Callable[..., Any]:
     healthy = real.poison
     return lambda pages: healthy(range(real.pages))
@@ -286,6 +310,13 @@ OPENING = (
         Break(limits=lambda x: replace(x, draft_tokens=x.draft_tokens + 1)),
     ),
     rule(
+        "video-it-does-not-claim",
+        "a session takes video that its manifest rules out",
+        "BUG-98, DESIGN §3",
+        "limits",
+        Break(limits=lambda x: replace(x, video=True)),
+    ),
+    rule(
         "names-an-unknown-op",
         "the manifest claims an op that there is not",
         "BUG-3",
@@ -351,4 +382,4 @@ CLAIMS = (
     ),
 )
 
-CONTRACT = (*WEIGHTS, *PAGES, *PLANS, *OPENING, *CLAIMS)
+CONTRACT = (*WEIGHTS, *PAGES, ORDER, *PLANS, *OPENING, *CLAIMS)

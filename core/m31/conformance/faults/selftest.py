@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal
 
 from m31.conformance.bench import Bench
 from m31.conformance.faults.fault import Break, Fault, FaultyBackend
@@ -19,6 +20,8 @@ MakeBench = Callable[[Break], Bench]
 Collect = Callable[[Manifest], Sequence[Item]]
 _OF_WRAPPERS = "L2/fallback/nothing-borrowed/*"
 """Items that see whether a backend calls into the reference, as one that is the reference with a fault always does."""
+
+_NOT_RUN = "not run: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +137,45 @@ def selftest(
     return SelfTest(healthy, tuple(caught), time.perf_counter() - began)
 
 
-def matrix(faults: Iterable[Fault], items: Sequence[Item], make: MakeBench) -> Iterator[tuple[str, str, str]]:
-    """Fault x item: (fault, item, how it was caught, "" if it passed). Slow: every item of the subject, no stopping."""
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one item said of one fault.
+
+    Args:
+        fault, item: names; the item is "opening" where the faulty backend could not even be opened.
+        outcome: `not run` where the item did not apply, a kernel being refused for example.
+        how: what was said, "" of what passed.
+    """
+
+    fault: str
+    item: str
+    outcome: Literal["caught", "passed", "not run"]
+    how: str
+
+
+def matrix(faults: Iterable[Fault], items: Sequence[Item] | Collect, make: MakeBench) -> Iterator[Cell]:
+    """Fault x item: every item that a fault names or that is of its subject, without stopping at the first catch.
+
+    Args: see `selftest`.
+    """
+    usual = items(make(Break()).manifest) if callable(items) else items
     for fault in faults:
         bench = _opened(fault, make)
         if isinstance(bench, Caught):
-            yield fault.name, bench.by, bench.how
+            yield Cell(fault=fault.name, item=bench.by, outcome="caught", how=bench.how)
             continue
-        for item in _against(fault, items):
+        for item in _against(fault, items(bench.manifest) if callable(items) and fault.break_.manifest else usual):
             how, _ = _outcome(item, bench)
-            yield fault.name, item.id, how or ""
+            outcome: Literal["caught", "passed", "not run"] = "passed" if how is None else "caught"
+            if how is not None and how.startswith(_NOT_RUN):
+                outcome = "not run"
+            yield Cell(fault=fault.name, item=item.id, outcome=outcome, how=how or "")
+
+
+def seen(fault: Fault, cells: Iterable[Cell]) -> bool:
+    """Whether a row of the matrix catches its fault: an item failed, or, of a claim, none passed."""
+    mine = [cell.outcome for cell in cells if cell.fault == fault.name]
+    return bool(mine) and "passed" not in mine if fault.by == "omission" else "caught" in mine
 
 
 def _against(fault: Fault, items: Sequence[Item]) -> list[Item]:
@@ -194,7 +226,7 @@ def _caught(fault: Fault, items: Sequence[Item] | Collect, make: MakeBench) -> C
 def _failure(fault: Fault, items: Sequence[Item], bench: Bench) -> Caught:
     for ran, item in enumerate(items, 1):
         how, crashed = _outcome(item, bench)
-        if how is not None and not how.startswith("not run: "):
+        if how is not None and not how.startswith(_NOT_RUN):
             named = fnmatchcase(item.id, fault.catches)
             return Caught(fault=fault, by=item.id, how=how, named=named, crashed=crashed, ran=ran)
     return Caught(fault=fault, ran=len(items))
@@ -217,7 +249,7 @@ def _outcome(item: Item, bench: Bench) -> tuple[str | None, bool]:
     try:
         item.judge(item.execute(bench))
     except NotRun as told:
-        return f"not run: {told.outcome}: {told}", False
+        return f"{_NOT_RUN}{told.outcome}: {told}", False
     except M31Error as error:
         return _line(error), False
     except Exception as error:  # noqa: BLE001  # a faulty backend may raise anything

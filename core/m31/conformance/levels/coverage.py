@@ -107,6 +107,16 @@ SPACE: Mapping[str, Space] = {
     "markov_embedding": {"rows": (0, 1, *_EDGES, *_LONG)},
     "markov_bias": {"rows": (0, 1, 7)},
     "confidence": {"rows": (0, 1, 5, 7), "with_markov": (True, False)},
+    "lora_logits": {"rows": (0, 1, *_EDGES), "width": (21, 1024), "values": ("ordinary", *_SPECIAL)},
+    "lora_experts": {
+        "tokens": (0, 1, 17, *_EDGES),
+        "experts": (5, 6, 8),
+        "hit": ("random", "all-one", "idle"),
+        "limit": (7.0, 3.0, 1.5),
+        "routed_scaling_factor": (2.0, 0.75),
+        "values": ("ordinary", *_SPECIAL),
+        **_ACTIVATION,
+    },
     "qkv_insert": {**_QKV, "round_index": (True, False)},
     "qkv_insert_dense": _QKV,
     "add_norm": {"tokens": (0, 1, 129), "width": (48, 6144), "rounded": (True, False)},
@@ -114,7 +124,8 @@ SPACE: Mapping[str, Space] = {
 }
 """Op -> attribute -> values that its cases exist to exercise. Formats and arithmetics come from the manifest."""
 
-_WEIGHTS = {"linear": ("float32", "bfloat16", "mxfp8"), "experts": ("float32", "bfloat16", "mxfp8", "nvfp4")}
+_ROUTED = ("float32", "bfloat16", "mxfp8", "nvfp4")
+_WEIGHTS = {"linear": ("float32", "bfloat16", "mxfp8"), "experts": _ROUTED, "lora_experts": _ROUTED}
 _KV = ("kv_write", "sparse_attention", "dense_attention")
 _INDEX = ("index_write", "block_scores")
 

@@ -2,6 +2,7 @@
 
 There is no exchange of bytes between two makers of pages. What two backends have in common is the canonical form: the
 decoded values that `read` gives, which the other one's kernels write again. A format is sound if that loses nothing.
+Who names pages by a layout id of the reference says that their bytes are ordered likewise: the reference imports them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from m31.conformance.bench import Bench
 from m31.conformance.item import Evidence, Item, NotRun, Verdict
 from m31.conformance.levels.forms import normal, pages
 from m31.conformance.rig import Forms
-from m31.errors import BackendRefused, ContractViolation, OpRefused
+from m31.errors import BackendRefused, ContractViolation, LayoutMismatch, OpRefused
 from m31.graph import OpInstance, Refusal, StepClass
 from m31.ops import StateType, TensorType
 from m31.ops.cases import rng_for
-from m31.sdk.backend import KVCache, KVSpec
+from m31.sdk.backend import ExportedPages, KVCache, KVSpec
 from m31.sdk.manifest import Manifest
 from m31.sdk.serving import Serving
 
@@ -36,13 +37,14 @@ Values = Mapping[str, Any]
 
 
 def items(manifest: Manifest) -> Iterator[Item]:
-    """One round trip and one exchange for every format of pages."""
+    """For every format of pages a round trip, an exchange, and a look at the name that they are exported under."""
     for claim, forms in pages(manifest):
         kind, _, stored = claim.partition(":")
         op = "kv_write" if kind == "kv" else "index_write"
         for subject, execute, judge in (
             ("write-read", _round_trip, _judge_round_trip),
             ("export-import", _exchange, _judge_exchange),
+            ("between-backends", _export, _judge_export),
         ):
             name = f"L2/pages/{subject}/{kind}-{stored}"
             yield Item(
@@ -86,15 +88,6 @@ class Book:
         kv = stored if kind == "kv" else _partner(bench.manifest.formats.kv, forms, other)
         index = stored if kind == "index" else _partner(bench.manifest.formats.index, forms, other)
         self.formats = kv, index
-        spec = KVSpec(
-            indexed=(True,),
-            kv_heads=HEADS,
-            head_dim=DIM,
-            index_dim=DIM,
-            page_tokens=PAGE,
-            kv_format=kv,  # type: ignore[arg-type]
-            index_format=index,  # type: ignore[arg-type]
-        )
         self.write_op = self._op(1)
         found = self.serving.assign(self.write_op, _step(1))
         if isinstance(found, Refusal):
@@ -102,7 +95,7 @@ class Book:
         if found.by != self.serving.name:
             raise NotRun("fallback", f"{self.write_op.spec.name} is left to {found.by}: {found.fallback}")
         try:
-            self.layout = session.kv_layout(spec)
+            self.layout = session.kv_layout(_spec(kv, index))
         except BackendRefused as refusal:
             raise NotRun("refused", str(refusal)) from refusal
         self.cache: KVCache = self.layout.allocate(PAGES)
@@ -140,8 +133,7 @@ class Book:
     def read(self) -> dict[str, Any]:
         """What the pages hold: `k` and `v` [pages, heads, page, D], or `index` [pages, page, D], float64."""
         parts = ("k", "v") if self.kind == "kv" else ("index",)
-        held = [self.cache.read(0, page) for page in range(PAGES)]
-        return {part: np.stack([page[part].double().cpu().numpy() for page in held]) for part in parts}
+        return _read(self.cache, parts)
 
     def rows(self, held: Values) -> tuple[dict[str, Any], Any]:
         """What `read` gave, as `write` takes it, and the slots that hold something."""
@@ -149,6 +141,23 @@ class Book:
         rows = {part: np.moveaxis(x, 2, 1).reshape(PAGES * PAGE, x.shape[1], DIM) for part, x in flat.items()}
         slots = np.flatnonzero(~np.isnan(next(iter(rows.values()))).all((1, 2)))
         return {p: x[slots].reshape(len(slots), -1) if p == "v" else x[slots] for p, x in rows.items()}, slots
+
+
+def _spec(kv: str, index: str) -> KVSpec:
+    return KVSpec(
+        indexed=(True,),
+        kv_heads=HEADS,
+        head_dim=DIM,
+        index_dim=DIM,
+        page_tokens=PAGE,
+        kv_format=kv,  # type: ignore[arg-type]
+        index_format=index,  # type: ignore[arg-type]
+    )
+
+
+def _read(cache: KVCache, parts: tuple[str, ...]) -> dict[str, Any]:
+    held = [cache.read(0, page) for page in range(PAGES)]
+    return {part: np.stack([page[part].double().cpu().numpy() for page in held]) for part in parts}
 
 
 def _partner(claimed: tuple[str, ...], forms: Forms, compute: str) -> str:
@@ -221,6 +230,42 @@ def _judge_exchange(name: str, kind: str, stored: str, evidence: Evidence) -> Ve
         rest = arrays[f"rest.{part}"]
         _equal(rest, np.full_like(rest, np.nan), f"{name}, {part} of pages that were not named", "NaN, as poisoned")
     return Verdict(margin=0.0, max_error=0.0, allowed=0.0, note=f"layout {evidence.facts['layout']}")
+
+
+def _export(name: str, kind: str, stored: str, forms: Forms, bench: Bench) -> Evidence:
+    book = _filled(bench, name, kind, stored, forms)
+    exported = book.cache.export(range(PAGES))
+    tensors = {part: tensor.detach().cpu().contiguous() for part, tensor in exported.tensors.items()}
+    arrays = {f"bytes.{part}": tensor.reshape(PAGES, -1).view(torch.int8).numpy() for part, tensor in tensors.items()}
+    arrays |= {f"want.{part}": value for part, value in book.read().items()}
+    types = {part: [str(x.dtype).removeprefix("torch."), list(x.shape)] for part, x in tensors.items()}
+    return Evidence(arrays, {"layout": exported.layout_id, "formats": list(book.formats), "types": types})
+
+
+def _judge_export(name: str, kind: str, stored: str, evidence: Evidence) -> Verdict:
+    facts = evidence.facts
+    own = Verdict(note=f"pages of a maker of its own: {facts['layout']}")
+    try:
+        layout = oracle.bench().session().kv_layout(_spec(*facts["formats"]))
+    except BackendRefused:
+        return own
+    if facts["layout"] != layout.layout_id:
+        return own
+    tensors = {
+        part: torch.from_numpy(evidence.arrays[f"bytes.{part}"].copy()).view(getattr(torch, dtype)).reshape(shape)
+        for part, (dtype, shape) in facts["types"].items()
+    }
+    cache = layout.allocate(PAGES)
+    try:
+        cache.import_(ExportedPages(layout.layout_id, PAGES, tensors), range(PAGES))
+    except LayoutMismatch as mismatch:
+        raise ContractViolation(
+            "layout-id", f"exports under the reference's id what is none of its pages: {mismatch}", where=name
+        ) from mismatch
+    parts = ("k", "v") if kind == "kv" else ("index",)
+    for part, got in _read(cache, parts).items():
+        _equal(got, evidence.arrays[f"want.{part}"], f"{name}, {part} in the reference", "what their maker reads")
+    return Verdict(margin=0.0, max_error=0.0, allowed=0.0, note=f"layout {layout.layout_id}")
 
 
 def _equal(got: Any, want: Any, where: str, expected: str) -> None:

@@ -68,15 +68,17 @@ def items(manifest: Manifest) -> Iterator[Item]:
 
     pieces = bool(promised and promised.chunk_invariant)
     company = bool(promised and promised.batch_invariant)
+    cut = ("determinism:chunk_invariant",) if pieces else ()
+    among = ("determinism:batch_invariant",) if company else ()
     for split in SPLITS:
         case = f"chunks/{SHORT}-split-{'-'.join(map(str, split))}"
-        yield item(case, "chunked prefill", _split, SHORT, split, bitwise=pieces, split=split)
+        yield item(case, "chunked prefill", _split, SHORT, split, bitwise=pieces, claims=cut, split=split)
     for split in LONG_SPLITS:
         case = f"chunks/{LONG}-split-{'-'.join(map(str, split))}"
-        yield item(case, "chunked prefill", _split, LONG, split, bitwise=pieces, split=split, seconds=2)
-    yield item("chunks/one-by-one", "chunked prefill", _split, 140, (100, *[1] * 40), bitwise=pieces)
+        yield item(case, "chunked prefill", _split, LONG, split, bitwise=pieces, claims=cut, split=split, seconds=2)
+    yield item("chunks/one-by-one", "chunked prefill", _split, 140, (100, *[1] * 40), bitwise=pieces, claims=cut)
     for at in RESUMES:
-        yield item(f"resume/at-{at}", "prefix resume", _resume, at, bitwise=pieces, at=at)
+        yield item(f"resume/at-{at}", "prefix resume", _resume, at, bitwise=pieces, claims=cut, at=at)
     for claim, forms in pages(manifest):
         case = f"resume/at-129/{claim.replace(':', '-')}"
         yield item(case, "prefix resume", _resume, 129, forms=forms, claims=(claim,), bitwise=pieces, at=129)
@@ -84,9 +86,10 @@ def items(manifest: Manifest) -> Iterator[Item]:
     for order in ("ascending", "random"):
         yield item(f"pages/{order}", "physical pages", _ordered, order)
     for count in BATCHES:
-        yield item(f"batch/{count}-together", "batch", _together, count, bitwise=company, sequences=count, seconds=0.5)
-    yield item("batch/permuted", "batch", _permuted, bitwise=company)
-    yield item("batch/decode-among-prefill", "batch", _mixed, bitwise=company)
+        case = f"batch/{count}-together"
+        yield item(case, "batch", _together, count, bitwise=company, claims=among, sequences=count, seconds=0.5)
+    yield item("batch/permuted", "batch", _permuted, bitwise=company, claims=among)
+    yield item("batch/decode-among-prefill", "batch", _mixed, bitwise=company, claims=among)
     again = bool(promised and promised.run_to_run)
     claims = ("determinism:run_to_run",) if again else ()
     yield item("repeat/run-to-run", "repetition", _again, bitwise=again, claims=claims)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from m31.conformance.files import writing
 from m31.conformance.report import document, junit, markdown, page
 from m31.conformance.running.journal import Run
 
@@ -34,13 +35,16 @@ def write(run: Run, folder: Path, *, today: datetime.date | None = None) -> dict
         today: see `conclude`.
 
     Returns: the report in its JSON form (docs/conformance/report.schema.json).
+
+    Raises: SuiteError: the folder cannot be written.
     """
     report = document.build(run, today=today)
     for name, data in render(report).items():
         partial = folder / "report.partial"
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / name)
+        with writing(folder):
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(folder / name)
     return report

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
+from m31.conformance.item import gist
+
 SHOWN = 40
 """Failures in full; the rest is counted. `report.json` has them all."""
 
@@ -98,8 +100,9 @@ def _failures(report: dict[str, Any]) -> list[str]:
         return []
     lines = ["", f"## Failures ({len(failed):,})", ""]
     for result in failed[:SHOWN]:
-        first = result["message"].split("\n")[0]
-        lines += [f"- `{cell(result['id'])}`: {cell(result['error'])}: {cell(first)}", f"  `{cell(result['command'])}`"]
+        said = "; ".join(line.strip() for line in gist(result["message"]))
+        name = "" if said.startswith(f"{result['error']}:") else f"{cell(result['error'])}: "
+        lines += [f"- `{cell(result['id'])}`: {name}{cell(said)}", f"  `{cell(result['command'])}`"]
     if len(failed) > SHOWN:
         lines.append(f"- and {len(failed) - SHOWN:,} more")
     return lines

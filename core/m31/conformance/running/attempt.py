@@ -125,8 +125,8 @@ def described(item: Item) -> dict[str, Any]:
 
 
 def _tail(fault: BaseException) -> str:
-    """The exception and the last frames that led to it, innermost last."""
+    """The exception and the last frames that led to it, innermost first, as the fault handler has them."""
     frames = [frame for frame in traceback.extract_tb(fault.__traceback__) if frame.filename != __file__][-_FRAMES:]
-    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(frames)]
     last = "".join(traceback.format_exception_only(fault)).strip()
     return "\n".join([last, *lines])

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from m31.conformance.files import writing
 from m31.conformance.item import Result, Verdict
 from m31.errors import SuiteError
 
@@ -57,9 +58,10 @@ class Journal:
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
-        self._file = self.path.open("w", encoding="utf-8")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("w", encoding="utf-8")
         self._line({"kind": "run", "format": FORMAT, **plain(header)})
 
     def write(self, result: Result, **also: Any) -> None:
@@ -72,9 +74,10 @@ class Journal:
         self._file.close()
 
     def _line(self, value: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(value, allow_nan=False, ensure_ascii=True) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            self._file.write(json.dumps(value, allow_nan=False, ensure_ascii=True) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 @dataclass(frozen=True, kw_only=True)

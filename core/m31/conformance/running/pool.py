@@ -36,7 +36,7 @@ LOST_IN_A_ROW = 20
 class WorkerFailed(BackendLoadFailed):
     """No process with the backend lives; nothing more can be run. `exit_code` is that of its own error."""
 
-    def __init__(self, what: str, *, where: str, exit_code: int = BackendLoadFailed.exit_code) -> None:
+    def __init__(self, what: str, *, where: str | None, exit_code: int = BackendLoadFailed.exit_code) -> None:
         super().__init__(what, where=where)
         self.exit_code = exit_code
 
@@ -204,7 +204,9 @@ class Pool:
             answer = json.loads(line)
             if "fatal" in answer:
                 self._remove(worker)
-                raise WorkerFailed(answer["fatal"], where=self._setup.backend, exit_code=answer["code"])
+                told = str(answer["fatal"])
+                where = None if told.startswith(self._setup.backend) else self._setup.backend
+                raise WorkerFailed(told, where=where, exit_code=answer["code"])
             worker.ready = True
             if "result" in answer:
                 worker.item = None
@@ -216,7 +218,8 @@ class Pool:
         status = self._remove(worker, kill=False)
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
         if not worker.ready:
-            raise WorkerFailed(f"the process that opens it {how}: {words}", where=self._setup.backend)
+            said = f": {words}" if words else " and said nothing"
+            raise WorkerFailed(f"the process that opens it {how}{said}", where=self._setup.backend)
         if item is None:
             return None
         text = f"the process that ran it {how}" + (f"; its last output was:\n{words}" if words else "")

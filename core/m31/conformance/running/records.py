@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from m31.conformance.files import writing
 from m31.conformance.item import Evidence
 from m31.errors import SuiteError
 
@@ -25,7 +26,7 @@ def file_name(item_id: str) -> str:
 def store(path: Path, item_id: str, evidence: Evidence) -> None:
     """Write evidence, all or nothing.
 
-    Raises: SuiteError: it has an array or a fact that no file holds.
+    Raises: SuiteError: it has an array or a fact that no file holds, or the file cannot be written.
     """
     import numpy as np
 
@@ -42,13 +43,14 @@ def store(path: Path, item_id: str, evidence: Evidence) -> None:
     data = io.BytesIO()
     arrays[_FACTS] = np.frombuffer(facts.encode(), np.uint8)
     np.savez(data, **arrays)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(data.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(data.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
 
 
 def load(path: Path, item_id: str) -> Evidence:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from m31.conformance import catalog, claims, expectations, provenance
 from m31.conformance.expectations import Expectations
-from m31.conformance.expression import select
+from m31.conformance.files import writing
 from m31.conformance.item import LEVELS, Item, Result
 from m31.conformance.running import journal, records
 from m31.conformance.running.attempt import lost
 from m31.conformance.running.pool import Pool
 from m31.conformance.running.setup import Setup, manifest_of
-from m31.errors import RequestError, SuiteError
+from m31.errors import NothingSelected, SuiteError
 
 if TYPE_CHECKING:
     from m31.sdk.manifest import Manifest
@@ -60,18 +60,18 @@ def plan(setup: Setup, *, expect: Path | None = None) -> Planned:
 
     Raises:
         BackendError: the backend is not there or cannot be used here.
-        SuiteError: the catalog or `expect.toml` is at fault; NothingSelected if no item was selected.
-        RequestError: the level or the expression is malformed, or L4 is asked for without a checkpoint.
+        SuiteError: the catalog or `expect.toml` is at fault; NothingSelected if no item was selected, as when L4 is
+            asked for without a checkpoint.
+        RequestError: the level or the expression is malformed.
     """
     levels = catalog.upto(setup.level)
     if setup.level == "L4" and setup.folder is None:
-        raise RequestError("L4 runs a real checkpoint", where="--level L4", fix="give its folder with --checkpoint")
+        raise NothingSelected("L4 runs a real checkpoint", where="--level L4", fix="give its folder with --checkpoint")
     manifest = manifest_of(setup.backend)
     everything = catalog.collect(manifest, LEVELS, checkpoint=setup.folder, source=setup.source)
     asked = [item for item in everything if item.level in levels]
     if setup.expression is not None:
-        names = set(select([item.id for item in asked], setup.expression))
-        asked = [item for item in asked if item.id in names]
+        asked = catalog.chosen(asked, setup.expression)
     what = f"--level {setup.level}" + (f" -k '{setup.expression}'" if setup.expression is not None else "")
     expected = Expectations()
     if expect is not None:
@@ -253,7 +253,7 @@ class _Keeper:
 def clear(folder: Path) -> None:
     """Make a folder ready for a run.
 
-    Raises: SuiteError: it holds what is no earlier run.
+    Raises: SuiteError: it holds what is no earlier run, or that cannot be removed.
     """
     if not folder.exists():
         return
@@ -268,9 +268,10 @@ def clear(folder: Path) -> None:
             expected="a new or empty folder, or one of an earlier run",
             fix="choose another with --out",
         )
-    for name in found:
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with writing(folder):
+        for name in found:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _seeds(salt: str) -> Callable[[str], int]:

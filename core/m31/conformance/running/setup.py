@@ -74,10 +74,25 @@ def manifest_of(backend: str) -> Manifest:
     from m31.sdk.manifest import read_manifest
 
     if ":" in backend:
+        module, _, name = backend.partition(":")
+        if not _found(module) or not name:
+            raise BackendLoadFailed(
+                f"Python finds no module '{module}'" if name else "the class is missing",
+                where=f"--backend {backend}",
+                expected="MODULE:CLASS of a package that Python finds, or the name of an installed backend",
+                fix="install the package, or put the folder that it is in on PYTHONPATH",
+            )
         return read_manifest(manifest_path(backend))
     manifest = decision_of(backend).require().manifest
     assert manifest is not None, "a backend without a manifest is never chosen"
     return manifest
+
+
+def _found(module: str) -> bool:
+    """Whether Python finds the package of a module; nothing is imported."""
+    from importlib.util import find_spec
+
+    return bool(module) and find_spec(module.partition(".")[0]) is not None
 
 
 def decision_of(backend: str) -> Decision:
@@ -99,7 +114,10 @@ def backend_of(backend: str) -> str | Backend:
     manifest = manifest_of(backend)
     module, _, name = backend.partition(":")
     try:
-        made: Backend = getattr(import_module(module), name)(manifest)
+        found = import_module(module)
+        made: Backend = getattr(found, name)(manifest)
     except Exception as error:
+        if isinstance(error, AttributeError) and error.name == name and error.obj is found:
+            raise BackendLoadFailed(f"module '{module}' has no '{name}'", expected="MODULE:CLASS") from error
         raise BackendLoadFailed(f"making it raised {type(error).__name__}: {error}", where=backend) from error
     return made

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """Serve until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the pool decides what it means
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)  # of the thread that crashed, and not of the one that reads requests
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     requests = _requests()
