@@ -3,8 +3,8 @@
 Tokens lie in the lanes. Inputs are packed once into panels, [columns][tokens of a panel], so that a register takes
 neighbouring tokens of one column; a block of weight rows is decoded once into a tile in the processor's cache, in its
 natural order, and each of its numbers is multiplied with a panel's registers. With bfloat16 pairs a panel is
-[columns / 2][tokens][2], and a tile holds bfloat16. Sums run over the columns in their order, one addition after the
-other, however the work is divided: an output depends on its token and its weight row alone.
+[columns / 2][tokens][2], and a tile holds bfloat16. Sums run over the columns of a block in their order, and sums of
+blocks are added in theirs, however the work is divided: an output depends on its token and its weight row alone.
 
 Sizes: a column block of a panel (16 KiB) stays in the first-level cache while the tile's rows (96 KiB, second level)
 pass by; sums of a task rest in memory between column blocks.
@@ -223,16 +223,19 @@ def product(
 def _block(k: Kernel, t: Tiling, shape: Shape, x: Val, w: Val, steps: Val, sums: Val, begins: Val) -> None:
     """A register block: sums += w x over `steps` columns."""
     kind, tokens = vec(F32, t.lanes), shape.vectors * t.lanes
+    ahead = -(-shape.rows * t.stride * STEP // (COLUMNS * _LINE))
     cells = [(r, v) for r in range(shape.rows) for v in range(shape.vectors)]
     totals = {cell: k.var(k.const(kind, 0.0)) for cell in cells}
     place = {(r, v): 4 * (r * tokens + v * t.lanes) for r, v in cells}
     for cell in cells:
         totals[cell].set(k.const(kind, 0.0))
-    with k.unless(begins):
-        for cell in cells:
-            totals[cell].set(k.load(kind, sums, place[cell], align=4))
+    for line in range(0, 4 * shape.rows * tokens, _LINE):
+        k.prefetch(sums, line, 3)
     for c in k.range(0, steps, STEP):
         xs, ws = x + c * (tokens * t.size), w + c * t.size
+        # The next rows of the tile come from the second-level cache: a line for each STEP columns and more.
+        for line in range(ahead):
+            k.prefetch(w + c * (ahead * _LINE // STEP), shape.rows * t.stride + line * _LINE, 3)
         for u in range(0, STEP, 4 // t.size):
             given = [
                 k.load(vec(I32, t.lanes) if t.pairs else kind, xs, u * tokens * t.size + v * t.lanes * 4, align=4)
@@ -243,8 +246,12 @@ def _block(k: Kernel, t: Tiling, shape: Shape, x: Val, w: Val, steps: Val, sums:
                 for v in range(shape.vectors):
                     total = totals[r, v]
                     total.set(dot_pairs(k, total.get(), one, given[v]) if t.pairs else fma(k, one, given[v], total.get()))
-    for cell in cells:
-        k.store(totals[cell].get(), sums, place[cell], align=4)
+    with k.when(begins):
+        for cell in cells:
+            k.store(totals[cell].get(), sums, place[cell], align=4)
+    with k.unless(begins):
+        for cell in cells:
+            k.store(totals[cell].get() + k.load(kind, sums, place[cell], align=4), sums, place[cell], align=4)
 
 
 def put_rows(
