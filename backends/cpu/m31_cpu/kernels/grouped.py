@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from m31_cpu.kernels.rows import count_of
-from m31_cpu.kernels.tiled import COLUMNS, SEGMENT, STEP, Tiling, pack, pad_rows, paired, product, put_rows, tiling
+from m31_cpu.kernels.tiled import COLUMNS, SEGMENT, STEP, Source, Tiling, pack, paired, passes, product, put_rows, tiling
 from m31_cpu.lang import F32, I64, PTR, Val, vec
 from m31_cpu.native import Kernel, Native
 from m31_cpu.simd import fma, load_f32, splat, store_f32, strips, swiglu
@@ -209,38 +209,44 @@ def _gate_up(k: Kernel, a: Any, t: Tiling, codec: Any) -> None:
     slot, act_slot = _slot(t, a.columns), _slot(t, a.outputs)
     for task in k.tasks(k.load(I64, a.counts, _SEGMENTS, align=8) * blocks):
         s, n = _segment(k, a.segments, task // blocks), task % blocks * a.block
-        used = k.min(a.outputs - n, a.block)
-        half = t.unit // 2
-        rows = (used + (half - 1)) // half * half
-        gate, up = (codec.matrix(k, a, s.expert * 3 + i) for i in range(2))
+        matrices = [codec.matrix(k, a, s.expert * 3 + i) for i in range(2)]
+        rows, span = passes(k, t, s.count, a.block * 2)
+        half = rows // 2
+        for n in k.range(n, k.min(n + a.block, a.outputs), half):
+            used = k.min(a.outputs - n, half)
+            sources = [
+                Source(at, used, lambda r, first, width, to, m=m, n=n: codec.row(k, t, m, n + r, first, width, to))
+                for at, m in zip((k.i64(0), half), matrices, strict=True)
+            ]
+            sums = product(k, t, sources, a.x + s.slot * slot, s.count, a.columns, rows, span, room)
+            for begin in k.range(0, s.count, t.panel):
+                part, to = sums + begin * rows * 4, a.act + (s.slot + begin) * act_slot
+                few = (s.count - begin) <= t.lanes
+                _activate(k, a, t, part, half, used, few, [m.factor for m in matrices], to, n)
 
-        def decode(tile: Val, first: Val, width: Val, n: Val = n, rows: Val = rows, used: Val = used) -> None:
-            for at, matrix in ((tile, gate), (tile + rows * t.stride, up)):
-                for r in k.range(0, used):
-                    codec.row(k, t, matrix, n + r, first, width, at + r * t.stride)
-                pad_rows(k, t, at, used, width)
 
-        sums = product(k, t, decode, a.x + s.slot * slot, s.count, a.columns, rows * 2, room)
-        factors = [splat(m.factor, t.lanes) for m in (gate, up)]
-        for begin in k.range(0, s.count, t.panel):
-            few = (s.count - begin) <= t.lanes
-            tokens = few.select(k.i64(t.lanes), k.i64(t.panel))
-            part, to = sums + begin * rows * 8, a.act + (s.slot + begin) * act_slot
-            for r in k.range(0, (used + (STEP - 1)) & -STEP, 2):
-                for v in k.range(0, tokens, t.lanes):
-                    made = []
-                    for i in range(2):
-                        g, u = (
-                            k.load(vec(F32, t.lanes), part, ((r + i + extra) * tokens + v) * 4, align=4) * factor
-                            for extra, factor in zip((k.i64(0), rows), factors, strict=True)
-                        )
-                        value = swiglu(k, g, u, a.alpha, a.beta, a.limit)
-                        made.append((r + i < used).select(value, 0.0))
-                    if t.pairs:
-                        k.store(paired(k, *made), to, ((n + r) * tokens + v * 2) * 2, align=4)
-                    else:
-                        for i in range(2):
-                            k.store(made[i], to, ((n + r + i) * tokens + v) * 4, align=4)
+def _activate(
+    k: Kernel, a: Any, t: Tiling, sums: Val, half: Val, used: Val, few: Val, factors: list[Val], to: Val, n: Val
+) -> None:
+    """Sums of a panel, w1's rows and then w3's, into columns `n` to `n + used` of the panel of activations; columns
+    that fill it up are zero."""
+    tokens = few.select(k.i64(t.lanes), k.i64(t.panel))
+    scales = [splat(factor, t.lanes) for factor in factors]
+    for r in k.range(0, (used + (STEP - 1)) & -STEP, 2):
+        for v in k.range(0, tokens, t.lanes):
+            made = []
+            for i in range(2):
+                gate, up = (
+                    k.load(vec(F32, t.lanes), sums, ((r + i + first) * tokens + v) * 4, align=4) * scale
+                    for first, scale in zip((k.i64(0), half), scales, strict=True)
+                )
+                value = swiglu(k, gate, up, a.alpha, a.beta, a.limit)
+                made.append((r + i < used).select(value, 0.0))
+            if t.pairs:
+                k.store(paired(k, *made), to, ((n + r) * tokens + v * 2) * 2, align=4)
+            else:
+                for i in range(2):
+                    k.store(made[i], to, ((n + r + i) * tokens + v) * 4, align=4)
 
 
 def gate_up_native(codec: Any) -> Native:
@@ -265,28 +271,21 @@ def _down(k: Kernel, a: Any, t: Tiling, codec: Any) -> None:
     slot = _slot(t, a.columns)
     for task in k.tasks(k.load(I64, a.counts, _SEGMENTS, align=8) * blocks):
         s, n = _segment(k, a.segments, task // blocks), task % blocks * a.block
-        used = k.min(a.outputs - n, a.block)
-        half = t.unit // 2
-        rows = (used + (half - 1)) // half * half
-        down = codec.matrix(k, a, s.expert * 3 + 2)
+        matrix = codec.matrix(k, a, s.expert * 3 + 2)
+        order = a.order + s.first * 8
+        rows, span = passes(k, t, s.count, a.block)
+        for n in k.range(n, k.min(n + a.block, a.outputs), rows):
+            used = k.min(a.outputs - n, rows)
 
-        def decode(tile: Val, first: Val, width: Val, n: Val = n, used: Val = used) -> None:
-            for r in k.range(0, used):
-                codec.row(k, t, down, n + r, first, width, tile + r * t.stride)
-            pad_rows(k, t, tile, used, width)
+            def decode(r: Val, first: Val, width: Val, to: Val, m: Any = matrix, n: Val = n) -> None:
+                codec.row(k, t, m, n + r, first, width, to)
 
-        sums = product(k, t, decode, a.act + s.slot * slot, s.count, a.columns, rows, room)
-        order, y = a.order + s.first * 8, a.y + n * 4
-        put_rows(
-            k,
-            t,
-            sums,
-            s.count,
-            rows,
-            used,
-            lambda j, order=order, y=y: y + k.load(I64, order, j * 8, align=8) * a.outputs * 4,
-            down.factor,
-        )
+            def row(j: Val, order: Val = order, n: Val = n) -> Val:
+                return a.y + (k.load(I64, order, j * 8, align=8) * a.outputs + n) * 4
+
+            source = Source(k.i64(0), used, decode)
+            sums = product(k, t, (source,), a.act + s.slot * slot, s.count, a.columns, rows, span, room)
+            put_rows(k, t, sums, s.count, rows, used, row, matrix.factor)
 
 
 def down_native(codec: Any) -> Native:

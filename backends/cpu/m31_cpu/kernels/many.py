@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from m31_cpu.kernels.rows import count_of
-from m31_cpu.kernels.tiled import COLUMNS, SEGMENT, Tiling, pack, pad_rows, product, put_rows, tiling
+from m31_cpu.kernels.tiled import COLUMNS, SEGMENT, Source, Tiling, pack, passes, product, put_rows, tiling
 from m31_cpu.lang import F32, I64, PTR, Val
 from m31_cpu.native import Kernel, Native
 
@@ -47,19 +47,18 @@ def many_native(codec: Any) -> Native:
         room = a.room + k.thread * a.room_bytes
         for task in k.tasks(segments * blocks):
             begin, n = task // blocks * SEGMENT, task % blocks * a.block
-            used = k.min(a.outputs - n, a.block)
             here = k.min(count - begin, k.i64(SEGMENT))
+            rows, span = passes(k, t, here, a.block)
+            for n in k.range(n, k.min(n + a.block, a.outputs), rows):
+                used = k.min(a.outputs - n, rows)
 
-            def decode(tile: Val, first: Val, width: Val) -> None:
-                for r in k.range(0, used):
-                    codec.row(k, t, a, n + r, first, width, tile + r * t.stride)
-                pad_rows(k, t, tile, used, width)
+                def decode(r: Val, first: Val, width: Val, to: Val, n: Val = n) -> None:
+                    codec.row(k, t, a, n + r, first, width, to)
 
-            half = t.unit // 2
-            rows = (used + (half - 1)) // half * half
-            sums = product(k, t, decode, a.x + begin * slot, here, a.columns, rows, room)
-            y = a.y + (begin * a.outputs + n) * 4
-            put_rows(k, t, sums, here, rows, used, lambda j: y + j * a.outputs * 4, codec.scale(k, a))
+                source = Source(k.i64(0), used, decode)
+                sums = product(k, t, (source,), a.x + begin * slot, here, a.columns, rows, span, room)
+                y = a.y + (begin * a.outputs + n) * 4
+                put_rows(k, t, sums, here, rows, used, lambda j, y=y: y + j * a.outputs * 4, codec.scale(k, a))
 
     return Native(
         f"many.{codec.name}",

@@ -24,6 +24,7 @@ from m31_cpu.simd import dot_pairs, fma, narrow
 
 COLUMNS = 256  # of a block: a multiple of every format's scale block
 STEP = 4  # columns at a time; panels and tiles are filled up with zeros to a multiple
+FEW = 128  # tokens: up to here weights are read in long pieces
 SEGMENT = 512  # most tokens of a task: their sums fit the second-level cache beside a tile
 _LINE = 64
 
@@ -184,18 +185,48 @@ def paired(k: Kernel, low: Val, high: Val) -> Val:
 # --- the product ---
 
 
+@dataclass(frozen=True)
+class Source:
+    """Weight rows of a tile.
+
+    Args:
+        first: their first row there.
+        used: how many there are.
+        decode: `decode(r, column, width, to)` writes `width` columns of row r from `column` on.
+    """
+
+    first: Val
+    used: Val
+    decode: Callable[[Val, Val, Val, Val], None]
+
+
+def passes(k: Kernel, t: Tiling, count: Val, most: Val) -> tuple[Val, Val]:
+    """Rows that a task takes at once, and columns that it decodes of each.
+
+    With few tokens decoding and reading weights is most of the work: long pieces of few rows are read nearly in the
+    order of the memory. With many, each part of the inputs that is read serves many rows.
+
+    Args:
+        count: tokens.
+        most: rows that the task has, a multiple of `unit`.
+    """
+    few = count <= FEW
+    rows = few.select(k.i64(t.unit), k.min(most, k.i64(t.rows)))
+    return rows, few.select(k.i64(t.rows // t.unit * COLUMNS), k.i64(COLUMNS))
+
+
 def product(
-    k: Kernel, t: Tiling, decode: Callable[[Val, Val, Val], None], x: Val, count: Val, columns: Val, rows: Val, room: Val
+    k: Kernel, t: Tiling, sources: Sequence[Source], x: Val, count: Val, columns: Val, rows: Val, span: Val, room: Val
 ) -> Val:
     """Weight rows times the panels of a segment.
 
     Args:
-        decode: `decode(tile, first, width)` writes columns `first` to `first + width` of the task's rows into the tile,
-            `t.stride` bytes apart.
+        sources: of the rows.
         x: the segment's panels.
         count: its tokens.
         columns: of a row.
         rows: rows of the tile: a multiple of half a `unit`.
+        span: columns decoded at once, a multiple of COLUMNS; rows * span / COLUMNS is at most `t.rows`.
         room: `t.room` bytes.
 
     Returns:
@@ -203,20 +234,27 @@ def product(
     """
     sums = room + t.rows * t.stride
     slot = ((columns + (STEP - 1)) & -STEP) * t.size
-    for first in k.range(0, columns, COLUMNS):
-        width = k.min(columns - first, k.i64(COLUMNS))
-        padded = (width + (STEP - 1)) & -STEP
-        decode(room, first, width)
-        for begin in k.range(0, count, t.panel):
-            panel, part = x + begin * slot, sums + begin * rows * 4
-            few = (count - begin) <= t.lanes
-            for condition, shape in ((k.when, t.full), (k.when, t.rest)):
-                chosen = few if shape is t.rest else few ^ 1
-                with condition(chosen):
-                    tokens = shape.vectors * t.lanes
-                    for r in k.range(0, rows, shape.rows):
-                        _block(k, t, shape, panel + first * (tokens * t.size), room + r * t.stride,
-                               padded, part + r * (tokens * 4), first.eq(0))
+    for start in k.range(0, columns, span):
+        end = k.min(start + span, columns)
+        for source in sources:
+            for r in k.range(0, source.used):
+                for first in k.range(start, end, COLUMNS):
+                    to = room + ((first - start) // COLUMNS * rows + source.first + r) * t.stride
+                    width = k.min(end - first, k.i64(COLUMNS))
+                    source.decode(r, first, width, to)
+                    _pad(k, t, to, width)
+        for first in k.range(start, end, COLUMNS):
+            padded = (k.min(end - first, k.i64(COLUMNS)) + (STEP - 1)) & -STEP
+            tile = room + (first - start) // COLUMNS * rows * t.stride
+            for begin in k.range(0, count, t.panel):
+                panel, part = x + begin * slot, sums + begin * rows * 4
+                few = (count - begin) <= t.lanes
+                for shape, chosen in ((t.full, few ^ 1), (t.rest, few)):
+                    with k.when(chosen):
+                        tokens = shape.vectors * t.lanes
+                        for r in k.range(0, rows, shape.rows):
+                            given, weights = panel + first * (tokens * t.size), tile + r * t.stride
+                            _block(k, t, shape, given, weights, padded, part + r * (tokens * 4), first.eq(0))
     return sums
 
 
@@ -287,13 +325,10 @@ def put_rows(
                         k.store(given.lane(j), to[j], r * 4, align=4)
 
 
-def pad_rows(k: Kernel, t: Tiling, tile: Val, rows: Val, width: Val) -> None:
-    """Zeros behind `width` columns of a tile up to a multiple of STEP: what lies there may be no number."""
-    kind = I16 if t.pairs else I32
-    with k.when((width % STEP).ne(0)):
-        for r in k.range(0, rows):
-            for c in k.range(width, (width + (STEP - 1)) & -STEP):
-                k.store(k.const(kind, 0), tile, r * t.stride + c * t.size, align=t.size)
+def _pad(k: Kernel, t: Tiling, row: Val, width: Val) -> None:
+    """Zeros behind `width` columns of a tile's row up to a multiple of STEP: what lies there may be no number."""
+    for c in k.range(width, (width + (STEP - 1)) & -STEP):
+        k.store(k.const(I16 if t.pairs else I32, 0), row, c * t.size, align=t.size)
 
 
 __all__ = ["COLUMNS", "SEGMENT", "STEP", "I64", "PTR", "Any"]
