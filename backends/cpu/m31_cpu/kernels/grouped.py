@@ -13,6 +13,7 @@ from typing import Any
 
 from m31_cpu.kernels.rows import count_of
 from m31_cpu.kernels.tiled import COLUMNS, SEGMENT, STEP, Source, Tiling, pack, paired, passes, product, put_rows, tiling
+from m31_cpu.kernels.tilecodecs import Codec, listed
 from m31_cpu.lang import F32, I64, PTR, Val, vec
 from m31_cpu.native import Kernel, Native
 from m31_cpu.simd import fma, load_f32, splat, store_f32, strips, swiglu
@@ -203,13 +204,13 @@ def _segment(k: Kernel, table: Val, index: Val) -> _Segment:
 # --- w1 and w3 with the activation ---
 
 
-def _gate_up(k: Kernel, a: Any, t: Tiling, codec: Any) -> None:
+def _gate_up(k: Kernel, a: Any, t: Tiling, codec: Codec) -> None:
     room = a.room + k.thread * a.room_bytes
     blocks = (a.outputs + (a.block - 1)) // a.block
     slot, act_slot = _slot(t, a.columns), _slot(t, a.outputs)
     for task in k.tasks(k.load(I64, a.counts, _SEGMENTS, align=8) * blocks):
         s, n = _segment(k, a.segments, task // blocks), task % blocks * a.block
-        matrices = [codec.matrix(k, a, s.expert * 3 + i) for i in range(2)]
+        matrices = [listed(k, a.table, a.factors, a.flag, s.expert * 3 + i) for i in range(2)]
         rows, span = passes(k, t, s.count, a.block * 2)
         half = rows // 2
         for n in k.range(n, k.min(n + a.block, a.outputs), half):
@@ -249,12 +250,12 @@ def _activate(
                     k.store(made[i], to, ((n + r + i) * tokens + v) * 4, align=4)
 
 
-def gate_up_native(codec: Any) -> Native:
+def gate_up_native(codec: Codec) -> Native:
     """act = swiglu(w1 h, w3 h) of all pairs, in panels."""
     return Native(
         f"experts.gate_up.{codec.name}",
         {
-            **dict.fromkeys(("table", "x", "act", "counts", "segments", "room"), PTR),
+            **dict.fromkeys(("table", "factors", "flag", "x", "act", "counts", "segments", "room"), PTR),
             **dict.fromkeys(("columns", "outputs", "block", "room_bytes"), I64),
             **dict.fromkeys(("alpha", "beta", "limit"), F32),
         },
@@ -265,13 +266,13 @@ def gate_up_native(codec: Any) -> Native:
 # --- w2, and the sum ---
 
 
-def _down(k: Kernel, a: Any, t: Tiling, codec: Any) -> None:
+def _down(k: Kernel, a: Any, t: Tiling, codec: Codec) -> None:
     room = a.room + k.thread * a.room_bytes
     blocks = (a.outputs + (a.block - 1)) // a.block
     slot = _slot(t, a.columns)
     for task in k.tasks(k.load(I64, a.counts, _SEGMENTS, align=8) * blocks):
         s, n = _segment(k, a.segments, task // blocks), task % blocks * a.block
-        matrix = codec.matrix(k, a, s.expert * 3 + 2)
+        matrix = listed(k, a.table, a.factors, a.flag, s.expert * 3 + 2)
         order = a.order + s.first * 8
         rows, span = passes(k, t, s.count, a.block)
         for n in k.range(n, k.min(n + a.block, a.outputs), rows):
@@ -288,12 +289,12 @@ def _down(k: Kernel, a: Any, t: Tiling, codec: Any) -> None:
             put_rows(k, t, sums, s.count, rows, used, row, matrix.factor)
 
 
-def down_native(codec: Any) -> Native:
+def down_native(codec: Codec) -> Native:
     """w2 act of all pairs, a row for each pair."""
     return Native(
         f"experts.down.{codec.name}",
         {
-            **dict.fromkeys(("table", "act", "y", "counts", "order", "segments", "room"), PTR),
+            **dict.fromkeys(("table", "factors", "flag", "act", "y", "counts", "order", "segments", "room"), PTR),
             **dict.fromkeys(("columns", "outputs", "block", "room_bytes"), I64),
         },
         lambda k, a: _down(k, a, tiling(k.isa, exact=codec.exact), codec),
@@ -307,7 +308,6 @@ def _sum(k: Kernel, a: Any) -> None:
             x, weights, y = a.x + token * a.topk * a.width * 4, a.weights + token * a.topk * 4, a.y + token * a.width * 4
             for lanes, i in strips(k, a.width):
                 sums = k.var(k.const(vec(F32, lanes), 0.0))
-                sums.set(k.const(vec(F32, lanes), 0.0))
                 for choice in k.range(a.topk):
                     weight = splat(k.load(F32, weights, choice * 4, align=4), lanes)
                     sums.set(fma(k, weight, load_f32(k, x + choice * a.width * 4, i, lanes), sums.get()))

@@ -6,6 +6,7 @@ from typing import Any
 
 from m31_cpu.kernels.rows import count_of
 from m31_cpu.kernels.tiled import COLUMNS, SEGMENT, Source, Tiling, pack, passes, product, put_rows, tiling
+from m31_cpu.kernels.tilecodecs import FIELDS, Codec, given
 from m31_cpu.lang import F32, I64, PTR, Val
 from m31_cpu.native import Kernel, Native
 
@@ -38,9 +39,9 @@ def pack_native(exact: bool) -> Native:
     )
 
 
-def many_native(codec: Any) -> Native:
+def many_native(codec: Codec) -> Native:
     def emit(k: Kernel, a: Any) -> None:
-        t = tiling(k.isa, exact=codec.exact)
+        t, m = tiling(k.isa, exact=codec.exact), given(a)
         count = count_of(k, a.rows)
         slot = ((a.columns + 3) & -4) * t.size
         segments, blocks = (count + (SEGMENT - 1)) // SEGMENT, (a.outputs + (a.block - 1)) // a.block
@@ -53,17 +54,17 @@ def many_native(codec: Any) -> Native:
                 used = k.min(a.outputs - n, rows)
 
                 def decode(r: Val, first: Val, width: Val, to: Val, n: Val = n) -> None:
-                    codec.row(k, t, a, n + r, first, width, to)
+                    codec.row(k, t, m, n + r, first, width, to)
 
                 source = Source(k.i64(0), used, decode)
                 sums = product(k, t, (source,), a.x + begin * slot, here, a.columns, rows, span, room)
                 y = a.y + (begin * a.outputs + n) * 4
-                put_rows(k, t, sums, here, rows, used, lambda j, y=y: y + j * a.outputs * 4, codec.scale(k, a))
+                put_rows(k, t, sums, here, rows, used, lambda j, y=y: y + j * a.outputs * 4, m.factor)
 
     return Native(
         f"many.{codec.name}",
         {
-            **codec.fields,
+            **FIELDS,
             "x": PTR,
             "y": PTR,
             "room": PTR,

@@ -15,10 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from m31_cpu.isa import Isa
-from m31_cpu.lang import F32, I16, I32, I64, PTR, Val, vec
+from m31_cpu.lang import F32, I16, I32, Val, vec
 from m31_cpu.native import Kernel
 from m31_cpu.simd import dot_pairs, fma, narrow
 
@@ -265,8 +264,6 @@ def _block(k: Kernel, t: Tiling, shape: Shape, x: Val, w: Val, steps: Val, sums:
     cells = [(r, v) for r in range(shape.rows) for v in range(shape.vectors)]
     totals = {cell: k.var(k.const(kind, 0.0)) for cell in cells}
     place = {(r, v): 4 * (r * tokens + v * t.lanes) for r, v in cells}
-    for cell in cells:
-        totals[cell].set(k.const(kind, 0.0))
     for line in range(0, 4 * shape.rows * tokens, _LINE):
         k.prefetch(sums, line, 3)
     for c in k.range(0, steps, STEP):
@@ -329,6 +326,3 @@ def _pad(k: Kernel, t: Tiling, row: Val, width: Val) -> None:
     """Zeros behind `width` columns of a tile's row up to a multiple of STEP: what lies there may be no number."""
     for c in k.range(width, (width + (STEP - 1)) & -STEP):
         k.store(k.const(I16 if t.pairs else I32, 0), row, c * t.size, align=t.size)
-
-
-__all__ = ["COLUMNS", "SEGMENT", "STEP", "I64", "PTR", "Any"]
