@@ -251,8 +251,15 @@ def product(
                 for shape, chosen in ((t.full, few ^ 1), (t.rest, few)):
                     with k.when(chosen):
                         tokens = shape.vectors * t.lanes
+                        given = panel + first * (tokens * t.size)
+                        following = given + slot * t.panel
+                        share = k.i64(COLUMNS * tokens * t.size // _LINE) * shape.rows // rows * _LINE
                         for r in k.range(0, rows, shape.rows):
-                            given, weights = panel + first * (tokens * t.size), tile + r * t.stride
+                            # The next panel comes from memory: each block asks for its share of it.
+                            part_of = following + r // shape.rows * share
+                            for line in k.range(0, share, _LINE):
+                                k.prefetch(part_of + line)
+                            weights = tile + r * t.stride
                             _block(k, t, shape, given, weights, padded, part + r * (tokens * 4), first.eq(0))
     return sums
 
