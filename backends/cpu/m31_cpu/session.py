@@ -78,7 +78,9 @@ class _Told:
     def __call__(self, name: str) -> None:
         self._count += 1
         if sys.stderr.isatty():
-            print(f"\r\033[Kcompiling kernels for this processor, once: {self._count} ({name})", end="", file=sys.stderr)
+            print(
+                f"\r\033[Kcompiling kernels for this processor, once: {self._count} ({name})", end="", file=sys.stderr
+            )
 
 
 class CpuBackend(Backend):
