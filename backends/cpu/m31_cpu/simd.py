@@ -89,13 +89,17 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440054690
 # exp(r) = 1 + r + r^2 p(r) on |r| <= ln 2 / 2, least greatest error; highest power first.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LEAST, _MOST = -87.33654, 88.37626
+_POINT = 1.5 * 2.0**23
 
 
 def exp(k: Kernel, x: Val) -> Val:
     """e^x to about 2 units in the last place; 0 below -87.3, and of -inf; NaN of NaN."""
     kind = x.type
     clamped = k.max(k.min(x, _MOST), _LEAST)
-    turns = k.unary("roundeven", clamped * _LOG2E)
+    if k.isa.name == "portable":  # without an instruction that rounds: this sum has no bits for what lies behind the point
+        turns = (clamped * _LOG2E + _POINT) - _POINT
+    else:
+        turns = k.unary("roundeven", clamped * _LOG2E)
     r = fma(k, turns, k.const(kind, -_LN2_HIGH), clamped)
     r = fma(k, turns, k.const(kind, -_LN2_LOW), r)
     p = k.const(kind, _EXP[0])

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from m31_cpu.codecs import Codec, Matrix
 from m31_cpu.isa import Isa
 from m31_cpu.lang import F32, I16, I32, Val, vec
 from m31_cpu.native import Kernel
@@ -26,6 +27,7 @@ STEP = 4  # columns at a time; panels and tiles are filled up with zeros to a mu
 FEW = 128  # tokens: up to here weights are read in long pieces
 SEGMENT = 512  # most tokens of a task: their sums fit the second-level cache beside a tile
 _LINE = 64
+_AHEAD = 6  # rows
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,6 @@ class Tiling:
         """Bytes from one row of a tile to the next: not a power of two, which would meet in few sets of a cache."""
         return COLUMNS * self.size + _LINE
 
-    @property
-    def name(self) -> str:
-        """For names of kernels."""
-        return "pairs" if self.pairs else "f32"
-
     def slot(self, columns: int) -> int:
         """Bytes that a token takes in a panel."""
         return -(-columns // STEP) * STEP * self.size
@@ -114,6 +111,21 @@ def task_rows(t: Tiling, rows: int, segments: int, threads: int) -> int:
     return count
 
 
+def mode(exact: bool) -> str:
+    """For names of kernels."""
+    return "exact" if exact else "any"
+
+
+def whole_lines(size: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-size // _LINE) * _LINE
+
+
+def slot_of(t: Tiling, columns: Val) -> Val:
+    """`Tiling.slot` at run time."""
+    return ((columns + (STEP - 1)) & -STEP) * t.size
+
+
 # --- packing ---
 
 
@@ -130,7 +142,9 @@ def transposed(vectors: Sequence[Val]) -> list[Val]:
     return rows
 
 
-def pack(k: Kernel, t: Tiling, row: Callable[[Val], Val], count: Val, first: Val, last: Val, columns: Val, to: Val) -> None:
+def pack(
+    k: Kernel, t: Tiling, row: Callable[[Val], Val], count: Val, first: Val, last: Val, columns: Val, to: Val
+) -> None:
     """Columns `first` to `last` of a panel.
 
     Args:
@@ -199,6 +213,19 @@ class Source:
     decode: Callable[[Val, Val, Val, Val], None]
 
 
+def decoder(k: Kernel, t: Tiling, codec: Codec, matrix: Matrix, n: Val) -> Callable[[Val, Val, Val, Val], None]:
+    """`Source.decode` of a matrix's rows from row n on. Rows lie too far from each other for a processor to foresee the
+    next one: the same columns of a later one are asked for early."""
+
+    def decode(r: Val, column: Val, width: Val, to: Val) -> None:
+        later = matrix.codes + (n + r + _AHEAD) * matrix.stride + column * codec.bits // 8
+        for line in k.range(0, width * codec.bits // 8, _LINE):
+            k.prefetch(later + line)
+        codec.row(k, t, matrix, n + r, column, width, to)
+
+    return decode
+
+
 def passes(k: Kernel, t: Tiling, count: Val, most: Val) -> tuple[Val, Val]:
     """Rows that a task takes at once, and columns that it decodes of each.
 
@@ -232,7 +259,7 @@ def product(
         The sums: for the panel that begins at token p, [rows][its tokens] float32 from `4 * p * rows` on.
     """
     sums = room + t.rows * t.stride
-    slot = ((columns + (STEP - 1)) & -STEP) * t.size
+    slot = slot_of(t, columns)
     for start in k.range(0, columns, span):
         end = k.min(start + span, columns)
         for source in sources:
@@ -287,7 +314,9 @@ def _block(k: Kernel, t: Tiling, shape: Shape, x: Val, w: Val, steps: Val, sums:
                 one = k.load(I32 if t.pairs else F32, ws, r * t.stride + u * t.size, align=4).splat(t.lanes)
                 for v in range(shape.vectors):
                     total = totals[r, v]
-                    total.set(dot_pairs(k, total.get(), one, given[v]) if t.pairs else fma(k, one, given[v], total.get()))
+                    total.set(
+                        dot_pairs(k, total.get(), one, given[v]) if t.pairs else fma(k, one, given[v], total.get())
+                    )
     with k.when(begins):
         for cell in cells:
             k.store(totals[cell].get(), sums, place[cell], align=4)
@@ -318,7 +347,9 @@ def put_rows(
             to = [row(ok.select(begin + v + j, 0)) for j, ok in enumerate(valid)]
             whole = used - used % lanes
             for r in k.range(0, whole, lanes):
-                given = [k.load(vec(F32, lanes), part + ((r + i) * tokens + v) * 4, align=4) * factor for i in range(lanes)]
+                given = [
+                    k.load(vec(F32, lanes), part + ((r + i) * tokens + v) * 4, align=4) * factor for i in range(lanes)
+                ]
                 for j, value in enumerate(transposed(given)):
                     with k.when(valid[j]):
                         k.store(value, to[j], r * 4, align=4)
