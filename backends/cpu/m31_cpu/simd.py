@@ -96,7 +96,7 @@ def exp(k: Kernel, x: Val) -> Val:
     """e^x to about 2 units in the last place; 0 below -87.3, and of -inf; NaN of NaN."""
     kind = x.type
     clamped = k.max(k.min(x, _MOST), _LEAST)
-    if k.isa.name == "portable":  # without an instruction that rounds: this sum has no bits for what lies behind the point
+    if k.isa.name == "portable":  # no instruction rounds; these sums have no bits behind the point
         turns = (clamped * _LOG2E + _POINT) - _POINT
     else:
         turns = k.unary("roundeven", clamped * _LOG2E)
