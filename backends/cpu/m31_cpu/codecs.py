@@ -105,7 +105,7 @@ class Codec:
 
     def matrix(self, k: Kernel, a: Any, index: Val | int = 0) -> Matrix:
         """The matrix in row `index` of the table at `a.table`."""
-        at = a.table + (index * TABLE_ROW if isinstance(index, Val) else index * TABLE_ROW)
+        at = a.table + index * TABLE_ROW
         kinds = (PTR, I64, PTR, I64, F32, PTR)
         return Matrix(*(k.load(kind, at, 8 * i, align=8) for i, kind in enumerate(kinds)))
 
@@ -139,13 +139,17 @@ class Codec:
         """128 columns of a row, from codes at w and scales at s."""
         raise NotImplementedError
 
+    def sound(self, k: Kernel) -> Val | None:
+        """What `Chunk.bad` is if nothing is; None if there is nothing to look for."""
+        return None
+
     def worse(self, k: Kernel, x: Val, y: Val) -> Val:
         """What is bad in either of two chunks."""
         return x | y
 
     def damaged(self, k: Kernel, bad: Val) -> Val:
         """Whether what was gathered says that something is (int1)."""
-        raise NotImplementedError
+        raise AssertionError(f"nothing is looked for in {self.name}")
 
     def row(self, k: Kernel, t: Any, m: Matrix, row: Val, first: Val, width: Val, to: Val) -> None:
         """Decode `width` columns of a row from column `first` on, a multiple of `group` both, and note damage.
@@ -267,6 +271,10 @@ class Nvfp4(Codec):
         make = {"avx512": self._dots, "portable": self._portable, "avx2": self._avx2}.get(k.isa.name, self._looked_up)
         return Chunk(make(k, w, codes), bad)
 
+    def sound(self, k: Kernel) -> Val | None:
+        """See `Codec.sound`."""
+        return k.i64(0)
+
     def damaged(self, k: Kernel, bad: Val) -> Val:
         """See `Codec.damaged`."""
         ones = int.from_bytes(b"\x80" * (bad.type.width // 8), "little", signed=True)
@@ -314,7 +322,6 @@ class Nvfp4(Codec):
 
     def _row(self, k: Kernel, pairs: bool, m: Matrix, w: Val, s: Val, width: Val, to: Val) -> None:
         bad = k.var(k.const(I8, 0))
-        bad.set(k.const(I8, 0))
         for i in k.range(0, width // self.group):
             code = k.load(I8, s, i)
             bad.set(bad.get() | _bytes_bad(code))
@@ -341,8 +348,8 @@ def _signed16(value: int) -> int:
 
 
 def _e2m1_pairs(k: Kernel, raw: Val) -> list[Val]:
-    """Packed E2M1 as pairs of bfloat16 in int32: bytes 0 to 7 of each 16, low halves and high halves, then bytes 8 to 15
-    likewise."""
+    """Packed E2M1 as pairs of bfloat16 in int32: bytes 0 to 7 of each 16, first their low halves, then the high ones;
+    bytes 8 to 15 likewise."""
     tables = [[v >> shift & 255 for v in _E2M1] for shift in (0, 8)]
     looked = [[_look_up(k, table, codes) for table in tables] for codes in (raw & 15, raw >> 4)]
     kind = vec(I32, raw.type.count // 4)
@@ -395,6 +402,10 @@ class Mxfp8(Codec):
             runs.append(Run(vectors, scales.shuffle([block] * k.isa.lanes)))
         return Chunk(runs, bad)
 
+    def sound(self, k: Kernel) -> Val | None:
+        """See `Codec.sound`."""
+        return None if k.isa.dots else k.const(vec(I8, 4 * k.isa.lanes), 0)
+
     def worse(self, k: Kernel, x: Val, y: Val) -> Val:
         """See `Codec.worse`: the greatest code without its sign."""
         return k.binary("umax", x, y)
@@ -411,7 +422,6 @@ class Mxfp8(Codec):
     def _row(self, k: Kernel, pairs: bool, m: Matrix, w: Val, s: Val, width: Val, to: Val) -> None:
         kind = vec(I8, 32)
         bad = k.var(k.const(kind, 0))
-        bad.set(k.const(kind, 0))
         for i in k.range(0, width // self.group):
             raw = k.load(kind, w, i * 32)
             bad.set(self.worse(k, bad.get(), raw & 0x7F))
@@ -546,8 +556,6 @@ def _watch(k: Kernel, m: Matrix, width: Val, kind: Any, exponent: int, take: Cal
     """`take(lanes, i)` for all columns; damage is noted if an exponent is all ones in the bits that it returns."""
     sign, unit = 1 << (kind.width - 1), exponent & -exponent
     bad = {lanes: k.var(k.const(vec(kind, lanes), 0)) for lanes in (k.isa.lanes, 1)}
-    for lanes, found in bad.items():
-        found.set(k.const(vec(kind, lanes), 0))
     for lanes, i in strips(k, width):
         # An exponent of all ones carries into the sign, which was masked away.
         bad[lanes].set(bad[lanes].get() | ((take(lanes, i) & exponent) + unit))
