@@ -280,7 +280,8 @@ def product(
                         tokens = shape.vectors * t.lanes
                         given = panel + first * (tokens * t.size)
                         following = given + slot * t.panel
-                        share = k.i64(COLUMNS * tokens * t.size // _LINE) * shape.rows // rows * _LINE
+                        whole = k.i64(COLUMNS * tokens * t.size // _LINE) * shape.rows // rows * _LINE
+                        share = ((count - begin) > t.panel).select(whole, 0)
                         for r in k.range(0, rows, shape.rows):
                             # The next panel comes from memory: each block asks for its share of it.
                             part_of = following + r // shape.rows * share
