@@ -16,13 +16,14 @@ from m31_cpu.binding import Binding, Factories
 from m31_cpu.crew import Crew, thread_count
 from m31_cpu.held import hold
 from m31_cpu.isa import choose
+from m31_cpu.kernels.experts import EXPERTS
 from m31_cpu.kernels.linear import LINEAR
 from m31_cpu.kernels.rows import ROWS
 from m31_cpu.native import Library
 from m31_cpu.program import NativePlan, Runner
 from m31_cpu.stored import copied_bytes, stored
 
-FACTORIES: Factories = {**ROWS, **LINEAR}
+FACTORIES: Factories = {**ROWS, **LINEAR, **EXPERTS}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm", "confidence")  # ops whose weights are held
 
 
