@@ -299,7 +299,8 @@ class Nvfp4(Codec):
             raw = k.load(vec(I32, 8), w, 32 * a).shuffle([0, 2, 1, 3, 4, 6, 5, 7]).bits(vec(I8, 32))
             vectors = [v for pairs in _e2m1_pairs(k, raw) for v in _split(pairs)]
             picks = [2 * a, 2 * a, 2 * a + 1, 2 * a + 1]
-            runs.append(Run(vectors, scales.shuffle(picks + [4 + p for p in picks])))
+            scale = scales.shuffle(picks + [4 + p for p in picks])
+            runs += [Run(vectors[:4], scale), Run(vectors[4:], scale)]  # long chains of sums would wait for themselves
         return runs
 
     def _looked_up(self, k: Kernel, w: Val, s: Val) -> list[Run]:

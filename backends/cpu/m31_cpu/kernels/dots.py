@@ -26,7 +26,7 @@ MOST = 16
 _DIRECT = 3  # inputs that are multiplied while a row is decoded
 _ROWS = 8  # decoded at once for more
 _CHUNKS = 4  # of each, at most
-_AHEAD = 8192  # bytes between what is read and what is asked for
+_AHEAD = 512  # bytes between what is read and what is asked for
 _LINE = 64
 
 
