@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -342,7 +343,7 @@ def assembly(native: Native, isa: Isa) -> str:
     return str(machine.emit_assembly(optimised(module, machine)))
 
 
-WANTED = {"avx512": "vdpbf16ps", "avx2": "vfmadd231ps", "neon": "fmla", "portable": "mulps"}
+WANTED = {"avx512": "vdpbf16ps", "avx2": "vfmadd", "neon": "fmla", "portable": "mulps"}
 
 
 @pytest.mark.parametrize("isa", [isa.name for isa in ALL])
@@ -356,5 +357,10 @@ def test_tiles_compile_to_what_the_processor_multiplies_with(isa: str) -> None:
         lines = [line.split() for line in text.splitlines() if line.startswith("\t")]
         calls = {words[1].split("@")[0] for words in lines if words[0] in ("call", "callq", "bl")}
         assert calls <= {"memset", "memcpy"}
-        if native.name != pack_native(False).name:
-            assert sum(words[0] == WANTED[isa] for words in lines) >= 2 * sums
+        blocks = [block.splitlines() for block in re.split(r"^\.LBB.*", text, flags=re.MULTILINE)]
+        inner = [b for b in blocks if sum(WANTED[isa] in line for line in b) >= sums]
+        assert len(inner) >= (0 if native.name == pack_native(False).name else 2)
+        spills = re.compile(r"[xyz]mm.*rsp|rsp.*[xyz]mm|\bq\d+.*\bsp\b")
+        for block in inner if isa != "portable" else ():
+            # Sums stay in registers; a vector of tokens may be put aside once.
+            assert sum(bool(spills.search(line)) for line in block) <= 2

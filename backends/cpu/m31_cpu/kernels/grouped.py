@@ -9,7 +9,7 @@ token gets does not depend on the others.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,13 +184,18 @@ def _pack(k: Kernel, a: Any, t: Tiling) -> None:
         pack(
             k,
             t,
-            lambda j, order=order: a.x + k.load(I64, order, j * 8, align=8) // a.topk * a.columns * 4,
+            _gathered(k, a.x, order, a.topk, a.columns * 4),
             k.load(I64, table, 8, align=8),
             first,
             k.min(first + COLUMNS, a.columns),
             a.columns,
             a.to + k.load(I64, table, 16, align=8) * slot,
         )
+
+
+def _gathered(k: Kernel, start: Val, order: Val, each: Val, size: Val) -> Callable[[Val], Val]:
+    """Where the row of pair j of a list lies, in rows of `size` bytes from `start` on, one for `each` pairs."""
+    return lambda j: start + k.load(I64, order, j * 8, align=8) // each * size
 
 
 def pack_native(exact: bool) -> Native:
@@ -293,9 +298,7 @@ def _down(k: Kernel, a: Any, t: Tiling, codec: Codec) -> None:
         for n in k.range(start, k.min(start + a.block, a.outputs), rows):
             used = k.min(a.outputs - n, rows)
 
-            def row(j: Val, order: Val = order, n: Val = n) -> Val:
-                return a.y + (k.load(I64, order, j * 8, align=8) * a.outputs + n) * 4
-
+            row = _gathered(k, a.y + n * 4, order, k.i64(1), a.outputs * 4)
             source = Source(k.i64(0), used, decoder(k, t, codec, matrix, n))
             sums = product(k, t, (source,), a.act + s.slot * slot, s.count, a.columns, rows, piece, room)
             put_rows(k, t, sums, s.count, rows, used, row, matrix.factor)
@@ -417,7 +420,7 @@ def many_experts(op: OpInstance, at: Binding, codecs: tuple[Codec, Codec]) -> Na
     """
     dim, width = rows_of(op), op.inputs[0].shape[1]  # type: ignore[union-attr]
     topk = op.inputs[1].shape[1]  # type: ignore[union-attr]
-    tiles = tuple(tiling(at.isa, exact=codec.exact) for codec in codecs)
+    tiles = tiling(at.isa, exact=codecs[0].exact), tiling(at.isa, exact=codecs[1].exact)
     experts, inner = int(op.attrs["experts"]), op.slots["w1.0"].shape[0]
     room = Room(tiles[0], tiles[1], at.step.size(dim) * at.step.size(topk), experts, int(width), inner, at.threads)
     bad = ctypes.c_int64(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from m31_cpu.kernels.tiled import (
     tiling,
     whole_lines,
 )
-from m31_cpu.lang import I64, PTR
+from m31_cpu.lang import I64, PTR, Val
 from m31_cpu.native import Kernel, Native
 from m31_cpu.program import NativeKernel, Sizes, Work, span
 
@@ -42,7 +42,12 @@ def _pack(k: Kernel, a: Any, t: Tiling) -> None:
         begin, first = task // blocks * t.panel, task % blocks * COLUMNS
         x, last = a.x + begin * size, k.min(first + COLUMNS, a.columns)
         here = k.min(count - begin, k.i64(t.panel))
-        pack(k, t, lambda j, x=x: x + j * size, here, first, last, a.columns, a.to + begin * slot)
+        pack(k, t, _rows(x, size), here, first, last, a.columns, a.to + begin * slot)
+
+
+def _rows(start: Val, size: Val) -> Callable[[Val], Val]:
+    """Where row j lies, rows of `size` bytes from `start` on."""
+    return lambda j: start + j * size
 
 
 def pack_native(exact: bool) -> Native:
@@ -68,7 +73,7 @@ def _multiply(k: Kernel, a: Any, codec: Codec) -> None:
             source = Source(k.i64(0), used, decoder(k, t, codec, matrix, n))
             sums = product(k, t, (source,), a.x + begin * slot, here, a.columns, rows, columns, room)
             y = a.y + (begin * a.outputs + n) * 4
-            put_rows(k, t, sums, here, rows, used, lambda j, y=y: y + j * a.outputs * 4, matrix.factor)
+            put_rows(k, t, sums, here, rows, used, _rows(y, a.outputs * 4), matrix.factor)
 
 
 def multiply_native(codec: Codec) -> Native:
@@ -129,7 +134,7 @@ def many_linear(op: OpInstance, at: Binding, codec: Codec) -> NativeKernel:
     """`linear` or `lm_head` on weights that a handle lists: `handle.table` (`m31_cpu.codecs.TABLE_ROW`), and
     `handle.look()`, which raises what a kernel has found damaged."""
     dim = rows_of(op)
-    columns = op.inputs[0].shape[1]  # type: ignore[union-attr]
+    columns = at.step.size(op.inputs[0].shape[1])  # type: ignore[union-attr]
 
     def works(outs: Sequence[Any], ins: Sequence[Any], w: Any, room: torch.Tensor | None, sizes: Sizes) -> list[Work]:
         (x,), (y,) = ins, outs

@@ -96,7 +96,8 @@ def tiling(isa: Isa, *, exact: bool = False) -> Tiling:
         exact: operands are not rounded to bfloat16, for weights that it does not hold.
     """
     if isa.lanes == 16:
-        return Tiling(16, isa.dots and not exact, Shape(14, 2), Shape(28, 1), 112)
+        # With more sums than 24, tokens of two steps would not find a register.
+        return Tiling(16, isa.dots and not exact, Shape(12, 2), Shape(24, 1), 96)
     if isa.lanes == 8:
         return Tiling(8, False, Shape(6, 2), Shape(12, 1), 96)
     rows = 8 if isa.name == "neon" else 4
@@ -355,10 +356,10 @@ def put_rows(
                     with k.when(valid[j]):
                         k.store(value, to[j], r * 4, align=4)
             for r in k.range(whole, used):
-                given = k.load(vec(F32, lanes), part + (r * tokens + v) * 4, align=4) * factor
+                one = k.load(vec(F32, lanes), part + (r * tokens + v) * 4, align=4) * factor
                 for j in range(lanes):
                     with k.when(valid[j]):
-                        k.store(given.lane(j), to[j], r * 4, align=4)
+                        k.store(one.lane(j), to[j], r * 4, align=4)
 
 
 def _pad(k: Kernel, t: Tiling, row: Val, width: Val) -> None:
