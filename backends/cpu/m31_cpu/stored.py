@@ -157,7 +157,9 @@ def copied_bytes(slots: Mapping[str, LazyTensor]) -> int:
         if len(tensor.shape) != 2:
             total += 4 * int(np.prod(tensor.shape))
             continue
-        parts = [_loaded(part) for role, part in tensor.parts().items() if role in ("weight", "packed", "codes", "scale")]
+        parts = [
+            _loaded(part) for role, part in tensor.parts().items() if role in ("weight", "packed", "codes", "scale")
+        ]
         total += sum(value.numel() * value.element_size() for value, mapped in parts if not mapped)
     return total
 

@@ -353,9 +353,7 @@ def _concat(k: Kernel, a: Any) -> None:
         k.copy(z + a.first, a.y + row * a.second, a.second)
 
 
-CONCAT = Native(
-    "concat", {**dict.fromkeys(("x", "y", "z", "rows"), PTR), "first": I64, "second": I64}, _concat
-)
+CONCAT = Native("concat", {**dict.fromkeys(("x", "y", "z", "rows"), PTR), "first": I64, "second": I64}, _concat)
 
 
 def concat(op: OpInstance, at: Binding) -> NativeKernel:
@@ -391,7 +389,9 @@ def _confidence(k: Kernel, a: Any) -> None:
 
 
 CONFIDENCE = Native(
-    "confidence", {**dict.fromkeys(("u", "m", "w", "bias", "c", "rows"), PTR), "channels": I64, "rank": I64}, _confidence
+    "confidence",
+    {**dict.fromkeys(("u", "m", "w", "bias", "c", "rows"), PTR), "channels": I64, "rank": I64},
+    _confidence,
 )
 
 
