@@ -16,12 +16,15 @@ from m31_cpu.binding import Binding, Factories
 from m31_cpu.crew import Crew, thread_count
 from m31_cpu.held import hold
 from m31_cpu.isa import choose
+from m31_cpu.kernels.experts import EXPERTS
+from m31_cpu.kernels.linear import LINEAR
 from m31_cpu.kernels.rows import ROWS
 from m31_cpu.native import Library
 from m31_cpu.program import NativePlan, Runner
+from m31_cpu.stored import copied_bytes, stored
 
-FACTORIES: Factories = {**ROWS}
-_VECTORS = ("gemma_rmsnorm", "head_rmsnorm")  # ops whose weights are held
+FACTORIES: Factories = {**ROWS, **LINEAR, **EXPERTS}
+_VECTORS = ("gemma_rmsnorm", "head_rmsnorm", "confidence")  # ops whose weights are held
 
 
 class CpuSession(Session):
@@ -45,6 +48,8 @@ class CpuSession(Session):
         """Vectors are held in float32; matrices stay where the checkpoint has them."""
         if op.spec.name in _VECTORS:
             return hold(slots)
+        if op.spec.name in FACTORIES:
+            return stored(slots, self.isa)
         raise BackendRefused(f"op {op.name} has no weights here", where="backend cpu")
 
     def memory_free(self) -> int:
@@ -55,7 +60,7 @@ class CpuSession(Session):
         """Copies of small vectors, and of what lies misaligned in its file; usually nothing else."""
         if op.spec.name in _VECTORS:
             return sum(4 * _elements(tensor.shape) for tensor in slots.values())
-        return 0
+        return copied_bytes(slots)
 
     def compile(self, graph: BoundGraph, step: StepClass) -> Plan:
         """The whole step as one native program, see `NativePlan`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llvmlite import ir
+
 from m31_cpu.lang import F32, I16, I32, Val, vec
 from m31_cpu.native import Kernel
 
@@ -87,13 +89,17 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440054690
 # exp(r) = 1 + r + r^2 p(r) on |r| <= ln 2 / 2, least greatest error; highest power first.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LEAST, _MOST = -87.33654, 88.37626
+_POINT = 1.5 * 2.0**23
 
 
 def exp(k: Kernel, x: Val) -> Val:
     """e^x to about 2 units in the last place; 0 below -87.3, and of -inf; NaN of NaN."""
     kind = x.type
     clamped = k.max(k.min(x, _MOST), _LEAST)
-    turns = k.unary("roundeven", clamped * _LOG2E)
+    if k.isa.name == "portable":  # no instruction rounds; these sums have no bits behind the point
+        turns = (clamped * _LOG2E + _POINT) - _POINT
+    else:
+        turns = k.unary("roundeven", clamped * _LOG2E)
     r = fma(k, turns, k.const(kind, -_LN2_HIGH), clamped)
     r = fma(k, turns, k.const(kind, -_LN2_LOW), r)
     p = k.const(kind, _EXP[0])
@@ -118,3 +124,23 @@ def swiglu(k: Kernel, gate: Val, up: Val, alpha: Val, beta: Val, limit: Val) -> 
     u = (up > top).select(top, up)
     u = (u < -top).select(-top, u)
     return (u + b) * g * sigmoid(k, a * g)
+
+
+class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]  # llvmlite has no name for it
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFloat._create_instance()
+BF16 = _BFloat()
+
+
+def dot_pairs(k: Kernel, sums: Val, x: Val, y: Val) -> Val:
+    """sums + both products of the pairs of bfloat16 numbers in each int32 of x and y; `isa.dots` only. Products and
+    sums are rounded to float32, numbers below its normal range are zero."""
+    lanes = sums.type.count
+    kind = vec(BF16, 2 * lanes)
+    return k.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}", sums.type, sums, x.bits(kind), y.bits(kind))
