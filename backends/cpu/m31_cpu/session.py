@@ -16,12 +16,13 @@ from m31_cpu.binding import Binding, Factories
 from m31_cpu.crew import Crew, thread_count
 from m31_cpu.held import hold
 from m31_cpu.isa import choose
+from m31_cpu.kernels.insert import INSERT
 from m31_cpu.kernels.rows import ROWS
 from m31_cpu.native import Library
 from m31_cpu.pages import CpuLayout
 from m31_cpu.program import NativePlan, Runner
 
-FACTORIES: Factories = {**ROWS}
+FACTORIES: Factories = {**INSERT, **ROWS}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm")  # ops whose weights are held
 
 
