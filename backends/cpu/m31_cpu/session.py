@@ -18,11 +18,12 @@ from m31_cpu.held import hold
 from m31_cpu.isa import choose
 from m31_cpu.kernels.insert import INSERT
 from m31_cpu.kernels.rows import ROWS
+from m31_cpu.kernels.scores import SCORES
 from m31_cpu.native import Library
 from m31_cpu.pages import CpuLayout
 from m31_cpu.program import NativePlan, Runner
 
-FACTORIES: Factories = {**INSERT, **ROWS}
+FACTORIES: Factories = {**INSERT, **ROWS, **SCORES}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm")  # ops whose weights are held
 
 
