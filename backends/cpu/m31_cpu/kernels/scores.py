@@ -8,7 +8,7 @@ keep all threads busy. Nothing is added up across tasks: scores do not depend on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +30,8 @@ _TILE = 16  # tokens that share keys while they are in a cache
 _MOST_PAGES = 16  # of a task
 _TASKS = 8  # of a thread, if there are enough pages
 _INFINITY = float("inf")
+_UPPERMOST = -(1 << 24)  # byte of an int32
+_BYTE = 2.0**-24  # of a number there
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class _Scorer:
         self.lanes = k.isa.lanes
         self.vectors = LANES // self.lanes
         self.pairs = k.isa.dots and shape.form == "bfloat16"  # queries are pairs of bfloat16 as well
+        self.copied = self.pairs or shape.form == "int8"  # queries are rounded or scaled first
+        self.query_bytes = 2 if self.pairs else 4  # of a channel
         self.iota = k.listed(I32, list(range(LANES)))
         self.zero = k.const(vec(F32, self.lanes), 0.0)
 
@@ -113,23 +117,35 @@ class _Scorer:
     def _split(self, value: Val) -> list[Val]:
         return [self._part(value, v) for v in range(self.vectors)]
 
-    def _decoded(self, at: Val, scale: list[Val] | None) -> list[list[Val]]:
-        """By channel of a step, the vectors of 16 keys in float32."""
+    def _decoded(self, at: Val, scale: list[Val] | None) -> Iterator[list[Val]]:
+        """The vectors of 16 keys in float32, one channel of a step after the other: no more of them than are in use."""
         k, form, lanes = self.k, self.shape.form, self.lanes
-        if form in ("fp8", "nvfp4"):
-            codes = k.load(vec(I8, LANES), at)
-            if form == "fp8":
-                return [self._split(e4m3(k, codes))]
+        if form == "fp8":
+            yield self._split(e4m3(k, k.load(vec(I8, LANES), at)))
+        elif form == "nvfp4":
             assert scale is not None
-            halves = [self._split(twice_e2m1(k, half)) for half in (codes & 15, codes >> 4)]
-            return [[x * s for x, s in zip(half, scale, strict=True)] for half in halves]
-        words = [k.load(vec(I32, lanes), at, v * 4 * lanes, align=4) for v in range(self.vectors)]
-        kind = vec(F32, lanes)
-        if form == "float32":
-            return [[word.bits(kind) for word in words]]
-        if form == "bfloat16":
-            return [[(w << 16).bits(kind) for w in words], [(w & -65536).bits(kind) for w in words]]
-        return [[(w << (24 - 8 * i)).sar(24).to_f32() for w in words] for i in range(4)]
+            codes = k.load(vec(I8, LANES), at)
+            for half in (lambda: codes & 15, lambda: codes >> 4):
+                yield [x * s for x, s in zip(self._split(twice_e2m1(k, half())), scale, strict=True)]
+        else:
+            words = [k.load(vec(I32, lanes), at, v * 4 * lanes, align=4) for v in range(self.vectors)]
+            for c in range(self.shape.step.channels):
+                if form == "int8":  # in the uppermost byte; queries are smaller by as much
+                    yield [self._top_byte(w, c).to_f32() for w in words]
+                else:
+                    kept = words if form == "float32" else [w & -65536 if c else w << 16 for w in words]
+                    yield [w.bits(vec(F32, lanes)) for w in kept]
+
+    def _top_byte(self, words: Val, c: int) -> Val:
+        """Byte c of each word where the uppermost is, zeros below."""
+        if c in (0, 3):
+            return words << 24 if c == 0 else words & _UPPERMOST
+        if self.k.isa.name == "portable":
+            return (words << (24 - 8 * c)) & _UPPERMOST
+        count = 4 * self.lanes
+        zeros = self.k.const(vec(I8, count), 0)
+        picks = [at - 3 + c if at % 4 == 3 else count for at in range(count)]
+        return words.bits(vec(I8, count)).shuffle(picks, zeros).bits(words.type)
 
     def _add(self, sums: list[list[Var]], at: Val, query: Val, apart: int, scale: list[Val] | None) -> None:
         """One step: products of its channels to the sums of every row; rows of queries are `apart` bytes apart."""
@@ -162,14 +178,11 @@ class _Scorer:
     ) -> list[list[list[Val]]]:
         """Products of `several` groups of `count` keys with `rows` rows, by group, row and vector."""
         k, shape = self.k, self.shape
-        sums = [
-            [[k.var(self.zero) for _ in range(self.vectors)] for _ in range(rows)] for _ in range(several)
-        ]
+        sums = [[[k.var(self.zero) for _ in range(self.vectors)] for _ in range(rows)] for _ in range(several)]
         for one in (total for row in sums for vectors in row for total in vectors):
             one.set(self.zero)
         keys, offset = parts[0] + group * shape.group_bytes, group * shape.group_bytes
-        apart = shape.dim * (2 if self.pairs else 4)
-        wide = shape.step.channels * (2 if self.pairs else 4)
+        apart, wide = shape.dim * self.query_bytes, shape.step.channels * self.query_bytes
         if shape.form == "nvfp4":
             scales = parts[1] + group * (shape.dim // _GROUP * LANES)
             per = _GROUP // shape.step.channels
@@ -269,7 +282,7 @@ def _scores(shape: _Shape) -> Native:
         per = k.max(k.min(pages * tiles // (k.threads * _TASKS), k.i64(_MOST_PAGES)), k.i64(1))
         stretches = (pages + per - 1) // per
         scorer = _Scorer(k, shape)
-        room = k.room(_TILE * shape.heads * shape.dim * 2) if scorer.pairs else None
+        room = k.room(_TILE * shape.heads * shape.dim * scorer.query_bytes) if scorer.copied else None
         for task in k.tasks(tiles * stretches):
             tile, first = task % tiles, task // tiles * per
             start, stop = tile * _TILE, k.min(tile * _TILE + _TILE, tokens)
@@ -326,11 +339,11 @@ def _rows(
 ) -> None:
     """The scores of rows of one sequence for some of its pages."""
     shape = scorer.shape
-    row_bytes = shape.dim * 4
-    queries = a.q + rows[0] * row_bytes
+    row_bytes = shape.dim * scorer.query_bytes
+    queries = a.q + rows[0] * (4 * shape.dim)
     if room is not None:
-        _to_pairs(k, queries, room, (rows[1] - rows[0]) * shape.dim)
-        queries, row_bytes = room, shape.dim * 2
+        _copied(k, scorer, queries, room, (rows[1] - rows[0]) * shape.dim)
+        queries = room
     sizes = shape.page_bytes()
 
     def page_at(b: Val) -> Val:
@@ -356,13 +369,22 @@ def _rows(
             done.set(first + whole)
 
 
-def _to_pairs(k: Kernel, numbers: Val, to: Val, count: Val) -> None:
-    """Float32 to bfloat16; rows are of even length."""
+def _copied(k: Kernel, scorer: _Scorer, numbers: Val, to: Val, count: Val) -> None:
+    """Queries as bfloat16, or as what codes in the uppermost byte are multiplied with; rows are of even length."""
+
+    def some(i: Val, lanes: int) -> None:
+        value = k.load(vec(F32, lanes), numbers, i * 4, align=4)
+        if scorer.pairs:
+            k.store(narrow(k, value), to, i * 2, align=2)
+        else:
+            k.store(value * _BYTE, to, i * 4, align=4)
+
     lanes = k.isa.lanes
-    for i in k.range(0, count - count % lanes, lanes):
-        k.store(narrow(k, k.load(vec(F32, lanes), numbers, i * 4, align=4)), to, i * 2, align=2)
-    for i in k.range(count - count % lanes, count):
-        k.store(narrow(k, k.load(vec(F32, 1), numbers, i * 4, align=4)), to, i * 2, align=2)
+    whole = count - count % lanes
+    for i in k.range(0, whole, lanes):
+        some(i, lanes)
+    for i in k.range(whole, count):
+        some(i, 1)
 
 
 def block_scores(op: OpInstance, at: Binding) -> NativeKernel:
