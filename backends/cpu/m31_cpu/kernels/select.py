@@ -50,8 +50,8 @@ class _Best:
         self.least.set(self.k.f32(-_INFINITY))
 
     def offer(self, score: Val, block: Val) -> None:
-        """Take a score if it is above the least one of a full list; blocks come in order of their ids, so that of equals
-        the first one stays."""
+        """Take a score if it is above the least one of a full list. Blocks come in order of their ids: of equal ones the
+        first stays."""
         k = self.k
         with k.when((score > self.least.get()) & (self.limit > 0)):
             full = self.count.get() >= self.limit

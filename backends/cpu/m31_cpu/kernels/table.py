@@ -15,7 +15,7 @@ import torch
 from m31.graph import OpInstance
 from m31_cpu.binding import EXACT, Binding, Factory, rows_of
 from m31_cpu.kernels.rows import count_of, to_f32
-from m31_cpu.lang import F32, F64, I64, PTR, Val, vec
+from m31_cpu.lang import F64, I64, PTR, Val, vec
 from m31_cpu.native import Kernel, Native
 from m31_cpu.program import NativeKernel, Sizes, Work, span
 from m31_cpu.simd import load_f32, splat, store_f32, strips
