@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -125,8 +126,9 @@ class _Scorer:
         elif form == "nvfp4":
             assert scale is not None
             codes = k.load(vec(I8, LANES), at)
-            for half in (lambda: codes & 15, lambda: codes >> 4):
-                yield [x * s for x, s in zip(self._split(twice_e2m1(k, half())), scale, strict=True)]
+            for odd in (False, True):
+                half = self._split(twice_e2m1(k, codes >> 4 if odd else codes & 15))
+                yield [x * s for x, s in zip(half, scale, strict=True)]
         else:
             words = [k.load(vec(I32, lanes), at, v * 4 * lanes, align=4) for v in range(self.vectors)]
             for c in range(self.shape.step.channels):
@@ -183,27 +185,28 @@ class _Scorer:
             one.set(self.zero)
         keys, offset = parts[0] + group * shape.group_bytes, group * shape.group_bytes
         apart, wide = shape.dim * self.query_bytes, shape.step.channels * self.query_bytes
+        sizes = shape.step.size, shape.step.size, wide
         if shape.form == "nvfp4":
             scales = parts[1] + group * (shape.dim // _GROUP * LANES)
             per = _GROUP // shape.step.channels
             for block in k.range(shape.dim // _GROUP):
                 scale = self._split(e4m3(k, k.load(vec(I8, LANES), scales + block * LANES)) * 0.5)
-                first = block * per
-                for i in range(per):
-                    if i % 4 == 0:
-                        k.prefetch(ahead + offset + first * shape.step.size, i * shape.step.size)
-                    at = keys + first * shape.step.size + i * shape.step.size
-                    self._add(sums[0], at, query + first * wide + i * wide, apart, scale)
+                for i in k.range(block * per, (block + 1) * per, 4):  # as many bytes as a line
+                    k.prefetch(ahead + offset + i * shape.step.size)
+                    at, row = keys + i * shape.step.size, query + i * wide
+                    for j in range(4):
+                        self._add(sums[0], at + j * shape.step.size, row + j * wide, apart, scale)
         else:
             turn = next(n for n in (4, 2, 1) if shape.steps % n == 0)
-            for s in k.range(0, shape.steps, turn):
-                at, near = keys + s * shape.step.size, ahead + offset + s * shape.step.size
-                for i in range(turn):
-                    for g in range(several):
-                        if (i * shape.step.size) % 64 == 0:
-                            k.prefetch(near, g * shape.group_bytes + i * shape.step.size)
-                        place = at + (g * shape.group_bytes + i * shape.step.size)
-                        self._add(sums[g], place, query + s * wide + i * wide, apart, None)
+            for i in k.range(0, shape.steps, turn):
+                at, near, row = (
+                    start + i * size for start, size in zip((keys, ahead + offset, query), sizes, strict=True)
+                )
+                for j, g in product(range(turn), range(several)):
+                    place = g * shape.group_bytes + j * shape.step.size
+                    if j * shape.step.size % 64 == 0:
+                        k.prefetch(near, place)
+                    self._add(sums[g], at + place, row + j * wide, apart, None)
         found = [[[total.get() for total in row] for row in each] for each in sums]
         if shape.form == "int8":
             for g, each in enumerate(found):

@@ -50,8 +50,8 @@ class _Best:
         self.least.set(self.k.f32(-_INFINITY))
 
     def offer(self, score: Val, block: Val) -> None:
-        """Take a score if it is above the least one of a full list. Blocks come in order of their ids: of equal ones the
-        first stays."""
+        """Take a score if it is above the least one of a full list. Blocks come in order of their ids: of equals
+        the first stays."""
         k = self.k
         with k.when((score > self.least.get()) & (self.limit > 0)):
             full = self.count.get() >= self.limit
@@ -112,8 +112,8 @@ def _bound(k: Kernel, best: _Best, room: Val, row: Val, first: Val, end: Val) ->
                 one.set((score > one.get()).select(score, one.get()))
         for j, one in enumerate(held):
             store_f32(k, one.get(), room, k.i64(j * wide))
-        for j in k.range(span_):
-            best.offer(k.load(F32, room, j * 4, align=4), j)
+        for strand in k.range(span_):
+            best.offer(k.load(F32, room, strand * 4, align=4), strand)
         bound.set(best.least.get())
         best.clear(best.limit)
     return bound.get()
