@@ -177,7 +177,7 @@ def _written(made: CpuCache, cpu: Any, slots: torch.Tensor, data: dict[str, torc
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("kv", "index"), FORMS)
 def test_kernels_write_what_the_formats_say(kv: str, index: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte of every part, against torch: padding is skipped, no other token changes, and nothing behind inputs and
+    """Every byte of every part, against torch: padding is skipped, no other token changes, nothing behind inputs and
     pages is touched, in any order, in steps of many tokens, and where vectors are odd."""
     cpu = session(monkeypatch, isa)
     for page, n in ((20, 37), (4, 10)):
