@@ -54,8 +54,8 @@ def _in_lanes(k: Kernel, units: Val, part: Val, offset: Val, rows: int, first: V
 def _nvfp4(k: Kernel, x: Val) -> tuple[Val, Val]:
     """Packed bytes of 16 channels and the byte of their scale; no floor, and codes from the rounded scale (§3.4)."""
     amax = finite_or_nan(k, most(k, magnitude(x)))
-    scale = to_e4m3(k, (amax / 6.0).splat(16))
-    codes = to_e2m1(k, x / e4m3(k, scale))
+    scale = to_e4m3(k, (amax / 6.0).splat(8))  # one number: as many lanes as conversions take at once
+    codes = to_e2m1(k, x / e4m3(k, scale).lane(0).splat(16))
     even, odd = (codes.shuffle(list(range(i, 16, 2))) for i in (0, 1))
     return (even | (odd << 4)).trunc(I8), scale.lane(0)
 
