@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
-from llvmlite.ir.instructions import CastInstr, StoreAtomicInstr
+from llvmlite.ir.instructions import StoreAtomicInstr
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, F64, HALF, PTR, VOID = ir.FloatType(), ir.DoubleType(), ir.HalfType(), ir.PointerType(), ir.VoidType()
@@ -293,10 +293,8 @@ class Fn:
         """`size` bytes on the stack, once per call of the function."""
         with self.b.goto_entry_block():
             place = self.b.alloca(ir.ArrayType(I8, size))
-            place.align = align
-            cast = CastInstr(self.b.block, "bitcast", place, PTR)  # llvmlite's has the type of what it points at
-            self.b._insert(cast)
-        return Val(self, cast)
+            place.align, place.type = align, PTR  # llvmlite gives it a typed pointer, which takes no other types
+        return Val(self, place)
 
     # --- memory ---
 

@@ -11,19 +11,24 @@ import torch
 from m31.errors import BackendRefused
 from m31.formats.arithmetic import NAMED, ArithmeticSpec
 from m31.graph import BoundGraph, Kernel, OpInstance, Plan, Refusal, Shard, StepClass
-from m31.sdk import Backend, LazyTensor, Session, host_memory_free, this_machine
+from m31.sdk import Backend, KVLayout, KVSpec, LazyTensor, Session, host_memory_free, this_machine
 from m31_cpu.binding import Binding, Factories
 from m31_cpu.crew import Crew, thread_count
 from m31_cpu.held import hold
 from m31_cpu.isa import choose
 from m31_cpu.kernels.experts import EXPERTS
 from m31_cpu.kernels.linear import LINEAR
+from m31_cpu.kernels.insert import INSERT
 from m31_cpu.kernels.rows import ROWS
+from m31_cpu.kernels.scores import SCORES
+from m31_cpu.kernels.select import SELECT
+from m31_cpu.kernels.table import TABLES
 from m31_cpu.native import Library
+from m31_cpu.pages import CpuLayout
 from m31_cpu.program import NativePlan, Runner
 from m31_cpu.stored import copied_bytes, stored
 
-FACTORIES: Factories = {**ROWS, **LINEAR, **EXPERTS}
+FACTORIES: Factories = {**EXPERTS, **INSERT, **LINEAR, **ROWS, **SCORES, **SELECT, **TABLES}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm", "confidence")  # ops whose weights are held
 
 
@@ -51,6 +56,10 @@ class CpuSession(Session):
         if op.spec.name in FACTORIES:
             return stored(slots, self.isa)
         raise BackendRefused(f"op {op.name} has no weights here", where="backend cpu")
+
+    def kv_layout(self, spec: KVSpec) -> KVLayout:
+        """Pages of this backend's own, in every format that the manifest lists."""
+        return CpuLayout(spec)
 
     def memory_free(self) -> int:
         """What the host has free within its control group."""
