@@ -293,7 +293,7 @@ class Fn:
         """`size` bytes on the stack, once per call of the function."""
         with self.b.goto_entry_block():
             place = self.b.alloca(ir.ArrayType(I8, size))
-            place.align = align
+            place.align, place.type = align, PTR  # llvmlite gives it a typed pointer, which takes no other types
         return Val(self, place)
 
     # --- memory ---

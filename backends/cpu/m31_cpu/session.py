@@ -16,11 +16,12 @@ from m31_cpu.binding import Binding, Factories
 from m31_cpu.crew import Crew, thread_count
 from m31_cpu.held import hold
 from m31_cpu.isa import choose
+from m31_cpu.kernels.attention import ATTENTION
 from m31_cpu.kernels.rows import ROWS
 from m31_cpu.native import Library
 from m31_cpu.program import NativePlan, Runner
 
-FACTORIES: Factories = {**ROWS}
+FACTORIES: Factories = {**ATTENTION, **ROWS}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm")  # ops whose weights are held
 
 
@@ -39,7 +40,7 @@ class CpuSession(Session):
         factory = FACTORIES.get(op.spec.name)
         if factory is None:
             return Refusal("no native kernel in this release")
-        return factory(op, Binding(step, self.isa, self.runner, self._why))
+        return factory(op, Binding(step, self.isa, self.runner, self._why, self.numerics))
 
     def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> Any:
         """Vectors are held in float32; matrices stay where the checkpoint has them."""

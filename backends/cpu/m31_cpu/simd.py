@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llvmlite import ir
+
 from m31_cpu.lang import F32, I16, I32, Val, vec
 from m31_cpu.native import Kernel
 
@@ -118,3 +120,23 @@ def swiglu(k: Kernel, gate: Val, up: Val, alpha: Val, beta: Val, limit: Val) -> 
     u = (up > top).select(top, up)
     u = (u < -top).select(-top, u)
     return (u + b) * g * sigmoid(k, a * g)
+
+
+class _BFloat(ir.types._BaseFloatType):  # llvmlite has no name for it
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFloat._create_instance()
+BF16 = _BFloat()
+
+
+def dot_pairs(k: Kernel, sums: Val, x: Val, y: Val) -> Val:
+    """sums + both products of the pairs of bfloat16 numbers in each int32 of x and y; `isa.dots` only. Products and
+    sums are rounded to float32, numbers below its normal range are zero."""
+    lanes = sums.type.count
+    kind = vec(BF16, 2 * lanes)
+    return k.call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}", sums.type, sums, x.bits(kind), y.bits(kind))
