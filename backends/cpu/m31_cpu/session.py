@@ -11,17 +11,19 @@ import torch
 from m31.errors import BackendRefused
 from m31.formats.arithmetic import NAMED, ArithmeticSpec
 from m31.graph import BoundGraph, Kernel, OpInstance, Plan, Refusal, Shard, StepClass
-from m31.sdk import Backend, LazyTensor, Session, host_memory_free, this_machine
+from m31.sdk import Backend, KVLayout, KVSpec, LazyTensor, Session, host_memory_free, this_machine
 from m31_cpu.binding import Binding, Factories
 from m31_cpu.crew import Crew, thread_count
 from m31_cpu.held import hold
 from m31_cpu.isa import choose
 from m31_cpu.kernels.attention import ATTENTION
+from m31_cpu.kernels.insert import INSERT
 from m31_cpu.kernels.rows import ROWS
 from m31_cpu.native import Library
+from m31_cpu.pages import CpuLayout
 from m31_cpu.program import NativePlan, Runner
 
-FACTORIES: Factories = {**ATTENTION, **ROWS}
+FACTORIES: Factories = {**ATTENTION, **INSERT, **ROWS}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm")  # ops whose weights are held
 
 
@@ -47,6 +49,10 @@ class CpuSession(Session):
         if op.spec.name in _VECTORS:
             return hold(slots)
         raise BackendRefused(f"op {op.name} has no weights here", where="backend cpu")
+
+    def kv_layout(self, spec: KVSpec) -> KVLayout:
+        """Pages of this backend's own, in every format that the manifest lists."""
+        return CpuLayout(spec)
 
     def memory_free(self) -> int:
         """What the host has free within its control group."""
@@ -79,7 +85,9 @@ class _Told:
     def __call__(self, name: str) -> None:
         self._count += 1
         if sys.stderr.isatty():
-            print(f"\r\033[Kcompiling kernels for this processor, once: {self._count} ({name})", end="", file=sys.stderr)
+            print(
+                f"\r\033[Kcompiling kernels for this processor, once: {self._count} ({name})", end="", file=sys.stderr
+            )
 
 
 class CpuBackend(Backend):
