@@ -64,7 +64,7 @@ class Geometry:
 
     @property
     def unpacked(self) -> bool:
-        """Whether pages are decoded first."""
+        """Whether pages are decoded first, to what bfloat16 pages are."""
         return self.form in ("fp8", "nvfp4")
 
     @property
@@ -72,7 +72,7 @@ class Geometry:
         """How pages, decoded where necessary, are multiplied."""
         if self.dots:
             return "dots"
-        return "pairs" if self.form == "bfloat16" else "single"
+        return "single" if self.form == "float32" else "pairs"
 
     @property
     def groups(self) -> int:
@@ -205,8 +205,8 @@ class Tile:
             most = self._most(k, k.i64(0), count)
             k_at, v_at = self.at("keys"), self.at("values")
             groups = (most + (g.width - 1)) // g.width * (g.width // LANES)
-            keys_of(k, g.form, g.dots, g.dim, keys, k_at, groups)
-            values_of(k, g.form, g.dots, g.dim, values, v_at, most)
+            keys_of(k, g.form, g.dim, keys, k_at, groups)
+            values_of(k, g.form, g.dim, values, v_at, most)
         self.panels(k, count, g.panel, k_at, v_at, 4 * g.dim)
 
     def panels(self, k: Kernel, count: Val, form: Form, keys: Val, values: Val, step: int) -> None:
@@ -217,12 +217,17 @@ class Tile:
             step: bytes from one token's values, or pair's, to the next.
         """
         g = self.g
+        panel_unit = 1 if form == "single" else 2
         for first in k.range(0, count, g.together):
             end = k.min(count, first + g.together)
             most = self._most(k, first, end)
             strips = (most + (g.width - 1)) // g.width
+            ahead = (most * step // panel_unit + (64 * strips - 1)) // (64 * strips)
             for strip in k.range(strips):
                 panel = self._keys(form, keys, strip)
+                with k.when(first.eq(0)):  # values are read across: ask for them while keys are read along
+                    for line in k.range(strip * ahead, (strip + 1) * ahead):
+                        k.prefetch(values + line * 64)
                 for i in k.range(first, end):
                     self._scores(k, panel, i, i - first, strip)
             for i in k.range(first, end):
