@@ -237,21 +237,23 @@ class Crew:
         ctypes.c_int64.from_address(self._state + _THREADS).value = self.count
         start(self._state)
         members = [
-            threading.Thread(target=_member, args=(work, self._state, i, room), name=f"m31-cpu-{i}", daemon=True)
+            threading.Thread(
+                target=_member, args=(work, self._state, i, (room, engine)), name=f"m31-cpu-{i}", daemon=True
+            )
             for i in range(1, self.count)
         ]
         for member in members:
             member.start()
         self._process = os.getpid()
-        self._room = room
-        weakref.finalize(self, _dismiss, stop, self._state, room, os.getpid())
+        self._held = (room, engine)
+        weakref.finalize(self, _dismiss, stop, self._state, (room, engine), os.getpid())
 
 
-def _member(work: Any, state: int, thread: int, room: object) -> None:
-    """A thread's life; it holds the memory that it waits on."""
+def _member(work: Any, state: int, thread: int, held: object) -> None:
+    """A thread's life; it holds the memory that it waits on and the code that it runs."""
     work(state, thread)
 
 
-def _dismiss(stop: Any, state: int, room: object, process: int) -> None:
+def _dismiss(stop: Any, state: int, held: object, process: int) -> None:
     if os.getpid() == process:
         stop(state)

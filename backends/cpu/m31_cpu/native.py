@@ -152,7 +152,9 @@ def optimised(module: Any, machine: Any) -> Any:
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = options.slp_vectorization = False  # vectors are written by hand
     options.loop_unrolling = False
-    llvm.create_pass_builder(machine, options).getModulePassManager().run(parsed, llvm.create_pass_builder(machine, options))
+    llvm.create_pass_builder(machine, options).getModulePassManager().run(
+        parsed, llvm.create_pass_builder(machine, options)
+    )
     return parsed
 
 

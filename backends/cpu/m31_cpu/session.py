@@ -19,11 +19,14 @@ from m31_cpu.isa import choose
 from m31_cpu.kernels.attention import ATTENTION
 from m31_cpu.kernels.insert import INSERT
 from m31_cpu.kernels.rows import ROWS
+from m31_cpu.kernels.scores import SCORES
+from m31_cpu.kernels.select import SELECT
+from m31_cpu.kernels.table import TABLES
 from m31_cpu.native import Library
 from m31_cpu.pages import CpuLayout
 from m31_cpu.program import NativePlan, Runner
 
-FACTORIES: Factories = {**ATTENTION, **INSERT, **ROWS}
+FACTORIES: Factories = {**ATTENTION, **INSERT, **ROWS, **SCORES, **SELECT, **TABLES}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm")  # ops whose weights are held
 
 

@@ -122,7 +122,7 @@ def swiglu(k: Kernel, gate: Val, up: Val, alpha: Val, beta: Val, limit: Val) -> 
     return (u + b) * g * sigmoid(k, a * g)
 
 
-class _BFloat(ir.types._BaseFloatType):  # llvmlite has no name for it
+class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]  # llvmlite has no name for it
     null = "0.0"
     intrinsic_name = "bf16"
 

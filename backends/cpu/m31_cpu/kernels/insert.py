@@ -29,7 +29,7 @@ Put = Callable[[Kernel, Val, Sequence[Val], Val], None]
 
 
 def _pieces(k: Kernel, x: Val, dim: int) -> Iterator[tuple[Val, Val]]:
-    """(first channel, up to 16 channels from there) of a vector of float32; the body is written once more for a rest."""
+    """(first channel, up to 16 channels from there) of a float32 vector; the body is written once more for a rest."""
     whole = dim - dim % 16
     for c in k.range(0, whole, 16):
         yield c, k.load(vec(F32, 16), x, c * 4, align=4)
