@@ -138,7 +138,9 @@ STEPS = [
 def test_attention(kind: str, form: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, and the same on one thread as on three, where parts of a context are tasks."""
     few, many = session(monkeypatch, isa, 1), session(monkeypatch, isa, 3)
-    first = FORMS.index(form) + list(SPECS).index(kind) + ISAS.index(isa)  # every step for every ISA, not with everything
+    first = (
+        FORMS.index(form) + list(SPECS).index(kind) + ISAS.index(isa)
+    )  # every step for every ISA, not with everything
     for seed in range(first, first + (2 if isa == "avx2" else 1)):
         q_lens, contexts, sizes = STEPS[seed % len(STEPS)]
         step = Step(kind, form, q_lens, contexts, sizes, seed)
