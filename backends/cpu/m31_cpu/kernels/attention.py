@@ -92,7 +92,8 @@ class _Task:
 
     def _out(self, query: Val) -> Val:
         size = 4 * self.g.group * self.g.dim
-        return self.a.out + ((self.first + query) * self.g.heads + self.head) * size
+        out: Val = self.a.out
+        return out + ((self.first + query) * self.g.heads + self.head) * size
 
     def _pairs(self, query: Val) -> Val:
         return self.tile.at("pairs") + query * (8 * self.g.group)
@@ -217,9 +218,7 @@ class _Task:
     def _cu(self, at: Val) -> Val:
         return self.k.load(I64, self.a.cu + at * 8, align=8)
 
-    def _context(
-        self, first: Val, end: Val, part: Val, seen: Callable[[Val, Val], tuple[Val, Val | None]]
-    ) -> None:
+    def _context(self, first: Val, end: Val, part: Val, seen: Callable[[Val, Val], tuple[Val, Val | None]]) -> None:
         """Blocks `first` to `end`, or those of them in a part.
 
         Args:
@@ -360,14 +359,14 @@ def _unserved(op: OpInstance, at: Binding, form: str, group: int, dim: int) -> s
 def _factory(kind: str) -> Factory:
     def factory(op: OpInstance, at: Binding) -> NativeKernel | Refusal:
         names = [arg.name for arg in op.spec.inputs]
-        given = dict(zip(names, op.inputs, strict=True))
+        given: dict[str, Any] = dict(zip(names, op.inputs, strict=True))
         q, pages, attrs = given["q"], next(x for x in op.inputs if isinstance(x, StateType)), op.attrs
-        heads, dim = attrs["kv_heads"], q.shape[2]  # type: ignore[union-attr]
-        group = q.shape[1] // heads  # type: ignore[union-attr,operator]
+        heads, dim = attrs["kv_heads"], q.shape[2]
+        group = q.shape[1] // heads
         reason = _unserved(op, at, pages.kv_format, group, dim)
         if reason is not None:
             return Refusal(reason)
-        topk = given["blocks"].shape[2] if kind == "sparse" else 0  # type: ignore[union-attr]
+        topk = given["blocks"].shape[2] if kind == "sparse" else 0
         largest = Geometry(pages.kv_format, heads, group, dim, _MOST_PAGE, at.isa)
         parts = _parts(kind, topk, at.step.pages, _MOST_PAGE, attrs) + (kind == "drafted")
         partial = at.step.tokens * heads * parts * largest.states.size
@@ -398,7 +397,7 @@ def _factory(kind: str) -> Factory:
                 "own_k": addresses.get("k", 0),
                 "own_v": addresses.get("v", 0),
                 "window": attrs.get("window", 0),
-                "seqs": sizes.at(given["seq_lens"].shape[0]),  # type: ignore[union-attr]
+                "seqs": sizes.at(given["seq_lens"].shape[0]),
                 "parts": n,
                 "scale": attrs["scale"] * _LOG2E,
                 "room": base,
@@ -433,7 +432,7 @@ def _parts(kind: str, topk: int, pages: int, page: int, attrs: Mapping[str, Any]
     blocks = max(1, PART_TOKENS // page)
     if kind == "dense":
         return -(-pages // blocks)
-    return (attrs["window"] // page + 2) // blocks + 3  # those that a window touches, and the drafted block
+    return int((attrs["window"] // page + 2) // blocks + 3)  # those that a window touches, and the drafted block
 
 
 def _parts_of(cache: Any, layer: int, name: str) -> list[tuple[int, torch.Tensor]]:
