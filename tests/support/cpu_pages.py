@@ -113,7 +113,8 @@ def run(
         empty = torch.full(step.shape(made.shape), torch.nan if dtype.is_floating_point else -7, dtype=dtype)  # type: ignore[union-attr]
         outs.append(guarded(empty))
     kernel = cpu.kernel(op, step)
-    kernel.run(outs, given, None, None)  # type: ignore[union-attr]
+    space = guarded(torch.zeros(kernel.workspace_bytes, dtype=torch.uint8))  # type: ignore[union-attr]
+    kernel.run(outs, given, None, space)  # type: ignore[union-attr]
     for x, copy in zip(ins, given, strict=True):
         if isinstance(x, Tensor):
             assert torch.equal(x.nan_to_num(), copy.nan_to_num())

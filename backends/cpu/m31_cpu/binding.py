@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from m31.formats.arithmetic import ArithmeticSpec
 from m31.graph import Arithmetic, OpInstance, Refusal, StepClass
 from m31_cpu.isa import Isa
 from m31_cpu.program import NativeKernel, Runner, Works, native_kernel
@@ -20,12 +21,14 @@ class Binding:
         isa: the instruction set.
         runner: what runs programs.
         why: the end of the reason that `m31 explain` shows.
+        numerics: the session's arithmetic.
     """
 
     step: StepClass
     isa: Isa
     runner: Runner
     why: str
+    numerics: ArithmeticSpec
 
     @property
     def threads(self) -> int:

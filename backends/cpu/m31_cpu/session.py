@@ -18,6 +18,7 @@ from m31_cpu.held import hold
 from m31_cpu.isa import choose
 from m31_cpu.kernels.experts import EXPERTS
 from m31_cpu.kernels.linear import LINEAR
+from m31_cpu.kernels.attention import ATTENTION
 from m31_cpu.kernels.insert import INSERT
 from m31_cpu.kernels.rows import ROWS
 from m31_cpu.kernels.scores import SCORES
@@ -28,7 +29,7 @@ from m31_cpu.pages import CpuLayout
 from m31_cpu.program import NativePlan, Runner
 from m31_cpu.stored import copied_bytes, stored
 
-FACTORIES: Factories = {**EXPERTS, **INSERT, **LINEAR, **ROWS, **SCORES, **SELECT, **TABLES}
+FACTORIES: Factories = {**ATTENTION, **EXPERTS, **INSERT, **LINEAR, **ROWS, **SCORES, **SELECT, **TABLES}
 _VECTORS = ("gemma_rmsnorm", "head_rmsnorm", "confidence")  # ops whose weights are held
 
 
@@ -47,7 +48,7 @@ class CpuSession(Session):
         factory = FACTORIES.get(op.spec.name)
         if factory is None:
             return Refusal("no native kernel in this release")
-        return factory(op, Binding(step, self.isa, self.runner, self._why))
+        return factory(op, Binding(step, self.isa, self.runner, self._why, self.numerics))
 
     def prepare(self, op: OpInstance, slots: Mapping[str, LazyTensor], shard: Shard) -> Any:
         """Vectors are held in float32; matrices stay where the checkpoint has them."""
