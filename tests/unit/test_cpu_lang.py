@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import threading
@@ -236,7 +237,7 @@ def test_every_task_is_done_once_and_in_order(tmp_path: Path, threads: int) -> N
     library = Library(isas()[0], tmp_path)
     crew = Crew(threads, library)
     buffers = [np.zeros(97, np.int64) for _ in range(40)]
-    pairs = list(zip(buffers, buffers[1:], strict=False))
+    pairs = list(itertools.pairwise(buffers))
     address = library.address(SQUARE)
     rows = [(address, packed(SQUARE, {"x": x.ctypes.data, "y": y.ctypes.data, "n": 97}), True) for x, y in pairs]
     program = Program.of(rows)

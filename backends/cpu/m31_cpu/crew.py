@@ -1,8 +1,8 @@
 """Threads that stay inside native code, and the program that they run together.
 
 A program is a row of entries (kernel, record, whether to meet afterwards). `Crew.run` hands one to all threads, the
-caller among them; each goes through the entries in order, takes tasks of a kernel while there are any, and waits for the
-others where an entry says so. Between programs threads spin for some microseconds and then sleep. A forked child
+caller among them; each goes through the entries in order, takes tasks of a kernel while there are any, and waits for
+the others where an entry says so. Between programs threads spin for some microseconds and then sleep. A forked child
 inherits none of them and makes its own when it first runs something.
 """
 
@@ -146,13 +146,12 @@ def _wake(k: Fn, state: Val) -> None:
 def _work(module: Any, execute: Any) -> None:
     k = Fn(module, "m31_work", VOID, (PTR, I64))
     state, thread = k.given
-    seen = k.var(k.i64(0))
+    seen, turns = k.var(k.i64(0)), k.var(k.i64(0))
 
     def idle() -> Val:
         return k.load_atomic(state, _EPOCH, "seq_cst").eq(seen.get())
 
     for _ in k.repeat(lambda: k.load_atomic(state, _STOP).eq(0)):
-        turns = k.var(k.i64(0))
         turns.set(k.i64(0))
         for _ in k.repeat(lambda: idle() & (turns.get() < _SPINS_IDLE)):
             turns.add(1)

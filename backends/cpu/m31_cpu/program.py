@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from m31.graph import BoundGraph, DefaultPlan, Kernel, OpInstance, StepBatch, StepClass
-from m31.graph.plan import PlannedCall
+from m31.graph import BoundGraph, DefaultPlan, Kernel, OpInstance, PlannedCall, StepBatch, StepClass
 from m31.ops import TensorType
 from m31_cpu.crew import Crew, Program
 from m31_cpu.native import Native, packed

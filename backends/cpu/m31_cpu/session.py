@@ -16,10 +16,10 @@ from m31_cpu.binding import Binding, Factories
 from m31_cpu.crew import Crew, thread_count
 from m31_cpu.held import hold
 from m31_cpu.isa import choose
-from m31_cpu.kernels.experts import EXPERTS
-from m31_cpu.kernels.linear import LINEAR
 from m31_cpu.kernels.attention import ATTENTION
+from m31_cpu.kernels.experts import EXPERTS
 from m31_cpu.kernels.insert import INSERT
+from m31_cpu.kernels.linear import LINEAR
 from m31_cpu.kernels.rows import ROWS
 from m31_cpu.kernels.scores import SCORES
 from m31_cpu.kernels.select import SELECT
@@ -93,9 +93,9 @@ class _Told:
     def __call__(self, name: str) -> None:
         self._count += 1
         if sys.stderr.isatty():
-            print(
-                f"\r\033[Kcompiling kernels for this processor, once: {self._count} ({name})", end="", file=sys.stderr
-            )
+            told = f"\r\033[Kcompiling kernels for this processor, once: {self._count} ({name})\033[K\r"
+            sys.stderr.write(told)
+            sys.stderr.flush()
 
 
 class CpuBackend(Backend):

@@ -12,8 +12,8 @@ from m31_cpu.native import Kernel
 
 
 def strips(k: Kernel, count: Val) -> Iterator[tuple[int, Val]]:
-    """`for lanes, i in strips(k, n)`: vectors at i, i + lanes, ..., then single lanes for the rest of a row. Its body is
-    written twice, for both widths."""
+    """`for lanes, i in strips(k, n)`: vectors at i, i + lanes, ..., then single lanes for the rest of a row. Its body
+    is written twice, for both widths."""
     wide = k.isa.lanes
     whole = count - count % wide
     for i in k.range(0, whole, wide):
@@ -96,10 +96,9 @@ def exp(k: Kernel, x: Val) -> Val:
     """e^x to about 2 units in the last place; 0 below -87.3, and of -inf; NaN of NaN."""
     kind = x.type
     clamped = k.max(k.min(x, _MOST), _LEAST)
-    if k.isa.name == "portable":  # no instruction rounds; these sums have no bits behind the point
-        turns = (clamped * _LOG2E + _POINT) - _POINT
-    else:
-        turns = k.unary("roundeven", clamped * _LOG2E)
+    turns = clamped * _LOG2E
+    # Where no instruction rounds: these sums have no bits behind the point.
+    turns = (turns + _POINT) - _POINT if k.isa.name == "portable" else k.unary("roundeven", turns)
     r = fma(k, turns, k.const(kind, -_LN2_HIGH), clamped)
     r = fma(k, turns, k.const(kind, -_LN2_LOW), r)
     p = k.const(kind, _EXP[0])

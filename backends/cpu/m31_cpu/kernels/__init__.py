@@ -1,1 +1,1 @@
-"""The kernels, one module for each family of ops. A factory takes an op instance and gives a kernel, or says why not."""
+"""The kernels, by families of ops. A factory takes an op instance and gives a kernel, or says why not."""
