@@ -10,7 +10,6 @@ PROMPT ?= def fibonacci(n):
 MAX_TOKENS ?= 96
 BACKEND ?=
 PY := $(VENV)/bin/python
-DEMO := .demo
 NANO := build/nano
 DRAFT ?=
 
@@ -22,14 +21,8 @@ export PYTHON VENV_ARGS PROMPT
 help: ## list the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: env ## install m31 and stream text from a small checkpoint: the bundled nano, or until it is trained random weights
-ifeq ($(wildcard core/m31/data/nano/nano.json),)
-	@rm -rf $(DEMO)
-	$(VENV)/bin/m31 demo $(DEMO)
-	$(VENV)/bin/m31 run $(DEMO) "$$PROMPT" --max-tokens $(MAX_TOKENS) $(if $(BACKEND),--backend $(BACKEND))
-else
+run: env ## install m31 and stream code from the bundled nano
 	$(VENV)/bin/m31 run "$$PROMPT" --max-tokens $(MAX_TOKENS) --temperature 0.7 $(if $(BACKEND),--backend $(BACKEND))
-endif
 
 test: env-dev ## set up the tests and run them (the pull-request set)
 	$(PY) -m pytest -m "not nightly" $(PYTEST_ARGS)
@@ -69,7 +62,7 @@ golden: env ## compute the nano's golden values again
 	$(PY) -m m31.conformance.golden write --arithmetic exact --kv float32 --index float32  # for backends that round nothing
 
 clean: ## remove what the targets above produced, except the environment and what was trained
-	rm -rf dist $(DEMO) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment and what was trained

@@ -18,9 +18,6 @@ from m31.formats.arithmetic import NAMED
 from m31.training import config as training_config
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "core/m31/data/nano").exists(), reason="the nano is still being trained: README says so"
-)
 CONFIG = ROOT / "core/m31/training/nano.toml"
 
 
