@@ -27,6 +27,7 @@ from m31.engine.compiler import Compiler, whole
 from m31.errors import ContractViolation
 from m31.formats.arithmetic import parse
 from m31.graph import BoundGraph, Kernel, trace
+from m31.ops import OpSpec
 from m31.ops.fused import FUSED
 from m31.parallel import COLLECTIVES, WHOLE
 from m31.sdk.backend import KVSpec, Session, stored_as
@@ -79,12 +80,14 @@ def test_ops_under_an_arithmetic_that_quantises(arithmetic: str) -> None:
         assert not done.unjudged
 
 
-def test_the_experts_of_the_cpu_backend() -> None:
-    done = check_op(native(), ops.experts)
-    assert {case.rpartition("/")[2] for case in done.ran} == {"bfloat16", "nvfp4"}
-    assert len(done.ran) >= 30
+@pytest.mark.parametrize("op", [ops.experts, ops.linear, ops.sparse_attention], ids=lambda op: op.name)
+def test_ops_of_the_cpu_backend(op: OpSpec) -> None:
+    done = check_op(native(), op)
+    if op.name != "sparse_attention":
+        assert {case.rpartition("/")[2] for case in done.ran} >= {"float32", "bfloat16", "mxfp8"}
+    assert len(done.ran) >= 10
     assert not done.unjudged
-    assert not check_op(native(), ops.linear).ran
+    assert not done.refused
 
 
 def test_attention_of_the_portable_backend() -> None:
@@ -197,14 +200,13 @@ def test_plans(name: str) -> None:
         graph, text, values = portable_graph(portable(), "bfloat16"), PORTABLE, dict(PORTABLE_VALUES)
     elif name == "cpu":
         held = {n: tiny.held(n, v) for n, v in values.items()}
-        graph = trace(SMALL, stored=lambda n: stored_as(held[n]))  # type: ignore[arg-type]
-        others = [n for n in ops.ALL if n != "experts"]
-        serving = Serving("cpu", native(), may_fall_back=others, spare=("reference", reference()))
+        graph = trace(SMALL, stored=lambda n: stored_as(held[n]), pages=("float32", "float32"))  # type: ignore[arg-type]
+        serving = Serving("cpu", native())
     else:
         serving = Serving(name, WHOLE_MODEL[name]())
     made, cache = bound(serving, graph, text, values)
     mine = {call.op.spec.name for call in made.graph.calls if made.assigned[call.op.name].by == name}
-    alone = {"cpu": {"experts"}, "triton": {"sparse_attention", "qkv_insert"}}
+    alone = {"triton": {"sparse_attention", "qkv_insert"}}
     assert mine == alone.get(name, set(ops.ALL) & {call.op.spec.name for call in made.graph.calls})
     assert check_fixed_buffers(serving.session, made, STEP, steps(3), cache) > 20
 
