@@ -285,7 +285,7 @@ def _direct(call: _Call, count: int) -> None:
 
 def _tiled(call: _Call) -> None:
     """Chunks of several rows decoded, then multiplied with all inputs."""
-    k, codec, m, layout = call.k, call.codec, call.m, call.layout
+    k, m, layout = call.k, call.m, call.layout
     chunks = call.chunks + (call.rest + (CHUNK - 1)) // CHUNK
     decoded = layout.decoded
     totals = call.scratch + _ROWS * _CHUNKS * decoded
