@@ -389,3 +389,21 @@ def test_a_token_that_the_table_does_not_have_is_refused(monkeypatch: pytest.Mon
     for wrong in (-1, 5):
         with pytest.raises(OpRefused, match="0 to 4"):
             kernel.run([out], [torch.tensor([0, wrong])], handle, None)
+
+
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
+def test_parts_of_tensors_are_read_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formats: dict[str, str]
+) -> None:
+    """Rows of w1 and w3 and columns of w2, as a rank of a world takes them; w2's rows then have gaps."""
+    whole = write_experts(tmp_path / "w", formats, 6, 96, 160)
+    low, high = 32, 128
+    slots = {s: t.slice(1 if s.startswith("w2") else 0, low, high) for s, t in whole.slots.items()}
+    values = {s: v[:, low:high] if s.startswith("w2") else v[low:high] for s, v in whole.values.items()}
+    part = ExpertFile(whole.path, slots, values)
+    made, op, given = session(monkeypatch, next(iter(ISAS))), instance(part, formats), choices(7, 96)
+    handle = made.prepare(op, slots, WHOLE)
+    got = run(made, op, handle, *given)
+    (want,) = ops.experts.naive(op.attrs, *(x.astype(np.float64) if x.dtype != np.int64 else x for x in given), values)
+    assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+    assert handle.in_place == frozenset(slots)

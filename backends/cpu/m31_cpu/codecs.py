@@ -14,158 +14,90 @@ that is not finite (BF16, float32, E8M0) makes sums that are not.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from llvmlite import ir
 
+from m31_cpu.codec import CHUNK, DAMAGED, INFINITE, TABLE_ROW, Chunk, Codec, Matrix, Run, note
 from m31_cpu.isa import Isa
-from m31_cpu.lang import F32, I8, I16, I32, I64, PTR, Val, vec
-from m31_cpu.lookups import (
-    E2M1,
-    bytes_bad,
-    e2m1,
-    e2m1_pairs,
-    e4m3,
-    e4m3_pairs,
-    e4m3_scales,
-    e4m3_sixteen,
-    e8m0,
-    look_up,
-    signed16,
-    split,
-)
+from m31_cpu.lang import F32, HALF, I8, I16, I32, I64, Val, vec
 from m31_cpu.native import Kernel
 from m31_cpu.simd import splat, strips, wide
 
-CHUNK = 128
-TABLE_ROW = 48
-"""Bytes of a matrix in a table: addresses of codes and scales with the bytes from row to row, the factor (float32), the
-address of an int64 in which damage is noted."""
-DAMAGED, INFINITE = 1, 2
-"""What is noted: a weight that no encoder writes; a sum that is not finite, for which an input may be the cause."""
+# E2M1 by code as bfloat16, 16 bits each.
+_E2M1 = [0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0]
+_E2M1 += [0x8000 | bits for bits in _E2M1]
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A stored matrix, as values of a kernel; see `TABLE_ROW`."""
-
-    codes: Val
-    stride: Val
-    scales: Val
-    scale_stride: Val
-    factor: Val
-    flag: Val
-
-
-@dataclass(frozen=True)
-class Run:
-    """Vectors whose products are summed and then multiplied with `scale`, if there is one."""
-
-    vectors: list[Val]
-    scale: Val | None
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Decoded columns.
-
-    Args:
-        runs: in order.
-        bad: to be gathered with `Codec.worse`; None if there is nothing to look for.
-    """
-
-    runs: list[Run]
-    bad: Val | None
-
-
-class Codec(ABC):
-    """A way of storing a matrix.
-
-    Attributes:
-        name: as in `TensorDecl.stored`.
-        bits: of a code.
-        group: columns that share a block scale; 0 without scales.
-        exact: numbers that bfloat16 does not hold.
-        fields: what `matrix` reads.
-    """
-
-    name: ClassVar[str]
-    bits: ClassVar[int]
-    group: ClassVar[int] = 0
-    exact: ClassVar[bool] = False
-    fields: ClassVar[Mapping[str, Any]] = {"table": PTR}
-
-    def matrix(self, k: Kernel, a: Any, index: Val | int = 0) -> Matrix:
-        """The matrix in row `index` of the table at `a.table`."""
-        at = a.table + index * TABLE_ROW
-        kinds = (PTR, I64, PTR, I64, F32, PTR)
-        return Matrix(*(k.load(kind, at, 8 * i, align=8) for i, kind in enumerate(kinds)))
-
-    def scale(self, k: Kernel, a: Any) -> Val:
-        """The factor of the first matrix of a table."""
-        return self.matrix(k, a).factor
-
-    def pairs(self, isa: Isa) -> bool:
-        """Whether vectors of a chunk are pairs of bfloat16 numbers, in int32."""
-        return isa.dots and not self.exact
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Codes of a chunk."""
-        return CHUNK * self.bits // 8
-
-    @property
-    def scale_bytes(self) -> int:
-        """Scales of a chunk."""
-        return CHUNK // self.group if self.group else 0
-
-    def shift(self, isa: Isa) -> int:
-        """Decoded numbers are too small by 2^-shift."""
+def _e4m3_bits(code: int) -> int:
+    """E4M3 (without sign) as bfloat16 bits; the last code is NaN."""
+    exponent, mantissa = code >> 3, code & 7
+    if code == 0x7F:
+        return 0x7FC0
+    if exponent:
+        return (exponent + 120) << 7 | mantissa << 4
+    if not mantissa:
         return 0
-
-    @abstractmethod
-    def order(self, isa: Isa) -> list[int]:
-        """The column in each place of a chunk, its vectors one after the other."""
-
-    @abstractmethod
-    def chunk(self, k: Kernel, w: Val, s: Val) -> Chunk:
-        """128 columns of a row, from codes at w and scales at s."""
-
-    def sound(self, k: Kernel) -> Val | None:
-        """What `Chunk.bad` is if nothing is; None if there is nothing to look for."""
-        return None
-
-    def worse(self, k: Kernel, x: Val, y: Val) -> Val:
-        """What is bad in either of two chunks."""
-        return x | y
-
-    def damaged(self, k: Kernel, bad: Val) -> Val:
-        """Whether what was gathered says that something is (int1)."""
-        raise AssertionError(f"nothing is looked for in {self.name}")
-
-    def row(self, k: Kernel, t: Any, m: Matrix, row: Val, first: Val, width: Val, to: Val) -> None:
-        """Decode `width` columns of a row from column `first` on, a multiple of `group` both, and note damage.
-
-        Args:
-            t: `t.pairs`: write bfloat16, else float32.
-            to: where they go, in their order.
-        """
-        w = m.codes + row * m.stride + first * self.bits // 8
-        s = m.scales + row * m.scale_stride + first // self.group if self.group else m.scales
-        self._row(k, t.pairs, m, w, s, width, to)
-
-    @abstractmethod
-    def _row(self, k: Kernel, pairs: bool, m: Matrix, w: Val, s: Val, width: Val, to: Val) -> None:
-        """`row` at these addresses."""
+    top = mantissa.bit_length() - 1
+    return (118 + top) << 7 | (mantissa << (7 - top)) & 0x7F
 
 
-def note(k: Kernel, flag: Val, condition: Val, what: int) -> None:
-    """Note damage where the condition holds."""
-    with k.when(condition):
-        k.atomic("or", flag, what, "monotonic")
+_E4M3 = [_e4m3_bits(code) for code in range(128)]
+
+
+# --- pieces ---
+
+
+def _table(k: Kernel, values: Sequence[int], width: int) -> Val:
+    """A table of 16 bytes, once in each 16 bytes of a vector."""
+    return k.listed(I8, list(values) * (width // 16))
+
+
+def _look_up(k: Kernel, values: Sequence[int], codes: Val) -> Val:
+    """values[code] of bytes from 0 to 15."""
+    kind, width = codes.type, codes.type.count
+    table = _table(k, values, width)
+    if k.isa.name == "neon":
+        return k.call("llvm.aarch64.neon.tbl1.v16i8", kind, table, codes)
+    name = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}[width]
+    return k.call(name, kind, table, codes)
+
+
+def _interleaved(low: Val, high: Val, upper: int) -> Val:
+    """Bytes of two vectors in turn: of each 16, the first eight (upper 0) or the last (upper 1)."""
+    width = low.type.count
+    picks = [p for q in range(0, width, 16) for i in range(8) for p in (q + 8 * upper + i, width + q + 8 * upper + i)]
+    return low.shuffle(picks, high)
+
+
+def _split(pairs: Val) -> list[Val]:
+    """The first and second bfloat16 of each pair as float32."""
+    kind = vec(F32, pairs.type.count)
+    return [(pairs << 16).bits(kind), (pairs & -65536).bits(kind)]
+
+
+def _small_floats(codes: Val, exponent: int, mantissa: int, bias: int) -> Val:
+    """Numbers without sign (int32 lanes) of a format with few mantissa bits as float32, by integer arithmetic alone; a
+    subnormal is a normal number minus its leading one. `bias` is what its exponents are increased by."""
+    kind = vec(F32, codes.type.count)
+    bits = codes << (23 - mantissa)
+    normal = (bits + (bias << 23)).bits(kind)
+    small = (bits + ((bias + 1) << 23)).bits(kind) - 2.0 ** (bias + 1 - 127)
+    return (codes < (1 << mantissa)).select(small, normal)
+
+
+def _e4m3_scales(k: Kernel, codes: Val) -> Val:
+    """E4M3 without sign as float32 times 2^-8: the half-precision number with the same bits."""
+    if k.isa.name == "portable":
+        return _small_floats(codes.zext(I32), 4, 3, 120 - 8)
+    return (codes.zext(I16) << 7).bits(vec(HALF, codes.type.count)).to_f32()
+
+
+def _bytes_bad(word: Val) -> Val:
+    """Bit 7 of some byte is set exactly if a byte is 0x7F or more (a carry only leaves a bad byte)."""
+    ones = int.from_bytes(b"\1" * (word.type.width // 8), "little")
+    return word | (word + ones)
 
 
 # --- NVFP4 ---
@@ -208,7 +140,7 @@ class Nvfp4(Codec):
 
     def chunk(self, k: Kernel, w: Val, s: Val) -> Chunk:
         """See `Codec.chunk`."""
-        bad = bytes_bad(k.load(I64, s))
+        bad = _bytes_bad(k.load(I64, s))
         codes = k.load(vec(I8, 8), s)
         make = {"avx512": self._dots, "portable": self._portable, "avx2": self._avx2}.get(k.isa.name, self._looked_up)
         return Chunk(make(k, w, codes), bad)
@@ -225,32 +157,32 @@ class Nvfp4(Codec):
     def _dots(self, k: Kernel, w: Val, s: Val) -> list[Run]:
         """Eight bytes are a group: four of its codes at a time are moved to the low ends of four words, whose higher
         bits the table ignores by holding everything twice."""
-        raw, table = k.load(vec(I8, 64), w), k.listed(I16, [signed16(v) for v in E2M1 * 2])
+        raw, table = k.load(vec(I8, 64), w), k.listed(I16, [_signed16(v) for v in _E2M1 * 2])
         vectors = []
         for j in range(4):
             where = k.listed(I8, [16 * j + 4 * i for i in range(4) for _ in range(2)] * 8)
             index = k.call("llvm.x86.avx512.pmultishift.qb.512", raw.type, where, raw).bits(table.type)
             vectors.append(k.call("llvm.x86.avx512.permvar.hi.512", table.type, table, index).bits(vec(I32, 16)))
-        return [Run(vectors, e4m3_scales(k, s.shuffle([lane // 2 for lane in range(16)])))]
+        return [Run(vectors, _e4m3_scales(k, s.shuffle([lane // 2 for lane in range(16)])))]
 
     def _avx2(self, k: Kernel, w: Val, s: Val) -> list[Run]:
         """32 bytes at a time; words change places so that two lanes belong to a group in all eight vectors."""
-        scales = e4m3_scales(k, s.shuffle([0, 1, 4, 5, 2, 3, 6, 7]))
+        scales = _e4m3_scales(k, s.shuffle([0, 1, 4, 5, 2, 3, 6, 7]))
         runs = []
         for a in range(2):
             raw = k.load(vec(I32, 8), w, 32 * a).shuffle([0, 2, 1, 3, 4, 6, 5, 7]).bits(vec(I8, 32))
-            vectors = [v for pairs in e2m1_pairs(k, raw) for v in split(pairs)]
+            vectors = [v for pairs in _e2m1_pairs(k, raw) for v in _split(pairs)]
             picks = [2 * a, 2 * a, 2 * a + 1, 2 * a + 1]
             scale = scales.shuffle(picks + [4 + p for p in picks])
             runs += [Run(vectors[:4], scale), Run(vectors[4:], scale)]  # long chains of sums would wait for themselves
         return runs
 
     def _looked_up(self, k: Kernel, w: Val, s: Val) -> list[Run]:
-        scales, runs = e4m3_scales(k, s), []
+        scales, runs = _e4m3_scales(k, s), []
         for p in range(4):
-            pairs = e2m1_pairs(k, k.load(vec(I8, 16), w, 16 * p))
+            pairs = _e2m1_pairs(k, k.load(vec(I8, 16), w, 16 * p))
             for u in range(2):
-                vectors = [v for two in pairs[2 * u : 2 * u + 2] for v in split(two)]
+                vectors = [v for two in pairs[2 * u : 2 * u + 2] for v in _split(two)]
                 runs.append(Run(vectors, scales.shuffle([2 * p + u] * 4)))
         return runs
 
@@ -258,8 +190,8 @@ class Nvfp4(Codec):
         runs = []
         for p in range(4):
             words = k.load(vec(I32, 4), w, 16 * p)
-            vectors = [e2m1(k, words >> (4 * j) if j else words) for j in range(8)]
-            scale = e4m3_scales(k, s.shuffle([2 * p, 2 * p, 2 * p + 1, 2 * p + 1]))
+            vectors = [_e2m1(k, words >> (4 * j) if j else words) for j in range(8)]
+            scale = _e4m3_scales(k, s.shuffle([2 * p, 2 * p, 2 * p + 1, 2 * p + 1]))
             runs.append(Run(vectors, scale))
         return runs
 
@@ -267,8 +199,8 @@ class Nvfp4(Codec):
         bad = k.var(k.const(I8, 0))
         for i in k.range(0, width // self.group):
             code = k.load(I8, s, i)
-            bad.set(bad.get() | bytes_bad(code))
-            scale = e4m3_scales(k, splat(code, 8)).shuffle([0] * 16)
+            bad.set(bad.get() | _bytes_bad(code))
+            scale = _e4m3_scales(k, splat(code, 8)).shuffle([0] * 16)
             raw = k.load(vec(I8, 8), w, i * 8)
             value = self._sixteen(k, raw) * scale
             store = (value.bits(vec(I32, 16)) >> 16).trunc(I16) if pairs else value
@@ -280,10 +212,30 @@ class Nvfp4(Codec):
         low, high = raw & 15, raw >> 4
         codes = low.shuffle([p for i in range(8) for p in (i, 8 + i)], high)
         if k.isa.name == "portable":
-            return e2m1(k, codes.zext(I32))
-        words = [look_up(k, [v >> shift & 255 for v in E2M1], codes) for shift in (0, 8)]
+            return _e2m1(k, codes.zext(I32))
+        words = [_look_up(k, [v >> shift & 255 for v in _E2M1], codes) for shift in (0, 8)]
         picks = [p for i in range(16) for p in (i, 16 + i)]
         return wide(words[0].shuffle(picks, words[1]).bits(vec(I16, 16)))
+
+
+def _signed16(value: int) -> int:
+    return value - 65536 if value >= 32768 else value
+
+
+def _e2m1_pairs(k: Kernel, raw: Val) -> list[Val]:
+    """Packed E2M1 as pairs of bfloat16 in int32: bytes 0 to 7 of each 16, first their low halves, then the high ones;
+    bytes 8 to 15 likewise."""
+    tables = [[v >> shift & 255 for v in _E2M1] for shift in (0, 8)]
+    looked = [[_look_up(k, table, codes) for table in tables] for codes in (raw & 15, raw >> 4)]
+    kind = vec(I32, raw.type.count // 4)
+    return [_interleaved(both[0], both[1], u).bits(kind) for u in range(2) for both in looked]
+
+
+def _e2m1(k: Kernel, codes: Val) -> Val:
+    """E2M1 in the low four bits of int32 lanes as float32, by arithmetic."""
+    kind = vec(F32, codes.type.count)
+    value = _small_floats(codes & 7, 2, 1, 126)
+    return (value.bits(codes.type) | ((codes & 8) << 28)).bits(kind)
 
 
 # --- MXFP8 ---
@@ -306,12 +258,12 @@ class Mxfp8(Codec):
 
     def chunk(self, k: Kernel, w: Val, s: Val) -> Chunk:
         """See `Codec.chunk`."""
-        scales = e8m0(k, k.load(vec(I8, 4), s))
+        scales = _e8m0(k, k.load(vec(I8, 4), s))
         if k.isa.dots:
             runs = []
             for h in range(2):
                 scale = scales.shuffle([2 * h] * 8 + [2 * h + 1] * 8)
-                runs.append(Run(e4m3_pairs(k, k.load(vec(I8, 64), w, 64 * h)), scale))
+                runs.append(Run(_e4m3_pairs(k, k.load(vec(I8, 64), w, 64 * h)), scale))
             return Chunk(runs, None)
         runs, bad = [], None
         width = 4 * k.isa.lanes  # bytes
@@ -321,7 +273,7 @@ class Mxfp8(Codec):
                 raw = k.load(vec(I8, width), w, 32 * block + part)
                 worst = raw & 0x7F
                 bad = worst if bad is None else self.worse(k, bad, worst)
-                vectors += e4m3(k, raw)
+                vectors += _e4m3(k, raw)
             runs.append(Run(vectors, scales.shuffle([block] * k.isa.lanes)))
         return Chunk(runs, bad)
 
@@ -349,18 +301,18 @@ class Mxfp8(Codec):
             raw = k.load(kind, w, i * 32)
             bad.set(self.worse(k, bad.get(), raw & 0x7F))
             code = k.load(I8, s, i)
-            scale = e8m0(k, splat(code, 8))
+            scale = _e8m0(k, splat(code, 8))
             with k.when(code.eq(-1)):
                 bad.set(k.const(kind, 0x7F))
             if k.isa.dots:
                 for part in range(2):
-                    value = e4m3_sixteen(k, raw.shuffle(list(range(16 * part, 16 * part + 16)))) * 2.0**8
+                    value = _e4m3_sixteen(k, raw.shuffle(list(range(16 * part, 16 * part + 16)))) * 2.0**8
                     self._put(k, pairs, value * scale.shuffle([0] * 16), to, i * 32 + 16 * part)
                 continue
             step = 4 * k.isa.lanes
             at = 0
             for part in range(0, 32, step):
-                for value in e4m3(k, raw.shuffle(list(range(part, part + step)))):
+                for value in _e4m3(k, raw.shuffle(list(range(part, part + step)))):
                     lanes = value.type.count
                     self._put(k, pairs, value * scale.shuffle([0] * lanes), to, i * 32 + at)
                     at += lanes
@@ -371,6 +323,53 @@ class Mxfp8(Codec):
             k.store((value.bits(vec(I32, value.type.count)) >> 16).trunc(I16), to, column * 2, align=2)
         else:
             k.store(value, to, column * 4, align=4)
+
+
+def _e8m0(k: Kernel, codes: Val) -> Val:
+    """2^(s - 127); the least is subnormal, NaN becomes infinity."""
+    lanes = codes.type.count
+    return k.binary("smax", codes.zext(I32) << 23, 0x00400000).bits(vec(F32, lanes))
+
+
+def _e4m3_pairs(k: Kernel, raw: Val) -> list[Val]:
+    """64 codes as pairs of bfloat16: bytes 0 to 7 of each 16, and bytes 8 to 15."""
+    parts = []
+    for shift in (0, 8):
+        tables = [k.listed(I8, [_E4M3[i] >> shift & 255 for i in range(n, n + 64)]) for n in (0, 64)]
+        parts.append(k.call("llvm.x86.avx512.vpermi2var.qi.512", raw.type, tables[0], raw, tables[1]))
+    low, high = parts[0], parts[1] | (raw & -128)
+    return [_interleaved(low, high, u).bits(vec(I32, 16)) for u in range(2)]
+
+
+def _e4m3(k: Kernel, raw: Val) -> list[Val]:
+    """Codes as float32 times 2^-8, in their order: four vectors of the instruction set."""
+    lanes, width = k.isa.lanes, raw.type.count
+    if k.isa.name == "portable":
+        out = []
+        for part in range(0, width, lanes):
+            codes = raw.shuffle(list(range(part, part + lanes))).zext(I32)
+            value = _small_floats(codes & 0x7F, 4, 3, 120 - 8)
+            out.append((value.bits(codes.type) | ((codes & 0x80) << 24)).bits(value.type))
+        return out
+    halves = [_e4m3_halves(raw, u) for u in range(2)]
+    if lanes == 8:
+        parts = [(u, q) for q in range(2) for u in range(2)]
+        return [halves[u].shuffle(list(range(8 * q, 8 * q + 8))).to_f32() for u, q in parts]
+    both = [half.to_f32() for half in halves]
+    return [both[u].shuffle(list(range(4 * p, 4 * p + 4))) for u in range(2) for p in range(2)]
+
+
+def _e4m3_halves(raw: Val, upper: int) -> Val:
+    """Half-precision numbers with the bits of codes: sign, then everything else one place further down."""
+    width = raw.type.count
+    words = _interleaved(raw ^ raw, raw, upper).bits(vec(I16, width // 2))
+    return (words.sar(1) & -16385).bits(vec(HALF, width // 2))
+
+
+def _e4m3_sixteen(k: Kernel, raw: Val) -> Val:
+    """Sixteen codes as float32, times 2^-8."""
+    words = raw.zext(I16) << 8
+    return (words.sar(1) & -16385).bits(vec(HALF, 16)).to_f32()
 
 
 # --- BF16 and float32 ---
@@ -392,7 +391,7 @@ class Bfloat16(Codec):
         """See `Codec.chunk`."""
         lanes = k.isa.lanes
         pairs = [k.load(vec(I32, lanes), w, at) for at in range(0, self.chunk_bytes, 4 * lanes)]
-        vectors = pairs if k.isa.dots else [v for pair in pairs for v in split(pair)]
+        vectors = pairs if k.isa.dots else [v for pair in pairs for v in _split(pair)]
         return Chunk([Run(vectors[at : at + 4], None) for at in range(0, len(vectors), 4)], None)
 
     def _row(self, k: Kernel, pairs: bool, m: Matrix, w: Val, s: Val, width: Val, to: Val) -> None:
@@ -441,3 +440,4 @@ def _watch(k: Kernel, m: Matrix, width: Val, kind: Any, exponent: int, take: Cal
 
 
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Nvfp4(), Mxfp8(), Bfloat16(), Float32())}
+__all__ = ["CHUNK", "CODECS", "DAMAGED", "INFINITE", "TABLE_ROW", "Chunk", "Codec", "Matrix", "Run", "note"]

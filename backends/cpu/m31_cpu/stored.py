@@ -89,7 +89,7 @@ class Stored:
             self._refuse()
 
     def _refuse(self) -> None:
-        flags = np.frombuffer(self._flags, np.int64)
+        flags = np.frombuffer(memoryview(self._flags), np.int64)
         found = {slot: int(flag) for slot, flag in zip(self._matrices, flags, strict=True) if flag}
         flags[:] = 0
         for slot, flag in found.items():

@@ -266,6 +266,7 @@ def _direct(call: _Call, count: int) -> None:
                     part = None
                     for i, weight in enumerate(run.vectors):
                         part = call.product(weight, call.load_x(x + offset, at + i), part)
+                    assert part is not None
                     sums.set(call.joined(part, run.scale, sums.get()))
                 at += len(run.vectors)
 

@@ -150,14 +150,14 @@ def _gate_up(k: Kernel, a: Any, codec: Codec) -> None:
         rows = k.min(a.inner - row, a.span)
         first = k.load(I64, g.experts, d * 8, align=8) * 3
         for place, count in _each_group(k, g, d):
-            for i, to in enumerate((gate, up)):
-                matrix, inputs = codec.matrix(k, a, first + i), g.pointers + place * 8
+            for third, to in enumerate((gate, up)):
+                matrix, inputs = codec.matrix(k, a, first + third), g.pointers + place * 8
                 dots(k, codec, matrix, row, rows, a.width, inputs, count, to, k.i64(_SPAN * 4), room)
             for j in k.range(0, count):
                 act = a.act + ((place + j) * a.inner + row) * 4
                 for lanes, i in strips(k, rows):
-                    both = (load_f32(k, x + j * (_SPAN * 4), i, lanes) for x in (gate, up))
-                    store_f32(k, swiglu(k, *both, a.alpha, a.beta, a.limit), act, i)
+                    g1, u1 = (load_f32(k, x + j * (_SPAN * 4), i, lanes) for x in (gate, up))
+                    store_f32(k, swiglu(k, g1, u1, a.alpha, a.beta, a.limit), act, i)
 
 
 _SHARED = {

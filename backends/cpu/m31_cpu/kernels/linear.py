@@ -132,7 +132,7 @@ class _Product:
 
 def _product(op: OpInstance, at: Binding, codec: Codec, given: int = 0) -> _Product:
     dim, columns = op.inputs[given].shape  # type: ignore[union-attr]
-    return _Product(at, codec, at.step.size(dim), columns)
+    return _Product(at, codec, at.step.size(dim), int(columns))
 
 
 def linear(op: OpInstance, at: Binding) -> NativeKernel | Refusal:
