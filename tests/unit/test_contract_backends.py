@@ -208,7 +208,8 @@ def test_plans(name: str) -> None:
     mine = {call.op.spec.name for call in made.graph.calls if made.assigned[call.op.name].by == name}
     alone = {"triton": {"sparse_attention", "qkv_insert"}}
     assert mine == alone.get(name, set(ops.ALL) & {call.op.spec.name for call in made.graph.calls})
-    assert check_fixed_buffers(serving.session, made, STEP, steps(3), cache) > 20
+    seen = check_fixed_buffers(serving.session, made, STEP, steps(3), cache)
+    assert seen > 20 or (name == "cpu" and not seen)  # its plan runs no kernel from Python
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "fp8", "nvfp4"])
