@@ -53,7 +53,7 @@ def test_a_newcomer_gets_indented_code_and_a_line_of_figures() -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=120, env={**os.environ, "PYTHONPATH": paths}
     )
-    assert re.search(r"^ {4,}\w", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^ {4,}\S", done.stdout, re.MULTILINE), done.stdout
     lines = done.stderr.splitlines()
     assert lines[0].startswith("m31: no checkpoint is named: this is the bundled nano")
     assert re.search(r"9 prompt tokens, \d+ generated; prefill [\d.]+ tokens/s, decode [\d.]+ tokens/s", lines[-1])
