@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,22 +93,21 @@ def instance(slots: dict[str, Any], stored: str, hidden: int) -> OpInstance:
 class Reader:
     """Reads the chosen experts' bytes, split over the backend's own threads."""
 
-    def __init__(self, path: Path, spans: list[slice], pool: Any) -> None:
+    def __init__(self, path: Path, spans: list[slice], threads: int) -> None:
         self.words = np.memmap(path, np.uint64, "r", shape=(path.stat().st_size // 8,))
-        self.spans, self.pool = spans, pool
+        self.spans, self.threads, self.pool = spans, threads, ThreadPoolExecutor(threads)
 
     def __call__(self, ids: list[int]) -> None:
         """Read them."""
 
-        def part(index: int, count: int) -> int:
+        def part(index: int) -> None:
             for expert in ids:
                 span = self.spans[expert]
                 size = span.stop - span.start
-                low, high = (span.start + size * i // count for i in (index, index + 1))
+                low, high = (span.start + size * i // self.threads for i in (index, index + 1))
                 int(self.words[low:high].sum())
-            return 0
 
-        self.pool.run(part)
+        list(self.pool.map(part, range(self.threads)))
 
 
 def contender(session: Any, op: OpInstance, slots: dict[str, Any], hidden: int) -> Callable[[list[int]], torch.Tensor]:
@@ -146,7 +146,7 @@ def main() -> None:
         runs: dict[str, Callable[[list[int]], Any]] = {"cpu": contender(cpu, op, slots, args.hidden)}
         print(f"compiled and prepared in {time.perf_counter() - began:.1f} s")
         runs["reference"] = contender(reference, op, slots, args.hidden)
-        runs["read"] = Reader(path, spans, cpu.pool)
+        runs["read"] = Reader(path, spans, cpu.runner.crew.count)
         took: dict[str, list[float]] = {name: [] for name in runs}
         rng = np.random.default_rng(2)
         repeats = {"cpu": 5, "reference": 1, "read": 5}

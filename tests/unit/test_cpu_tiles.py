@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from m31.formats.arithmetic import NAMED
 from m31.graph import StepClass
 from m31.sdk import this_machine
 from m31_cpu.binding import Binding
@@ -41,7 +42,7 @@ STEP = StepClass(kind="mixed", q_len=0, tokens=1, seqs=1, rows=1, pages=1)
 @cache
 def binding(isa: str, threads: int = 2) -> Binding:
     """Where kernels run."""
-    return Binding(STEP, ISAS[isa], Runner(Crew(threads, Library(ISAS[isa]))), "")
+    return Binding(STEP, ISAS[isa], Runner(Crew(threads, Library(ISAS[isa]))), "", NAMED["exact"])
 
 
 class Walled:
