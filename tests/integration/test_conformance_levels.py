@@ -108,7 +108,7 @@ def test_every_claim_of_a_format_or_an_arithmetic_has_an_item(benches: dict[str,
 
 
 def test_a_backend_that_does_not_write_pages_is_not_asked_to(tmp_path: Path) -> None:
-    bench = Bench("cpu", scratch=tmp_path)
+    bench = Bench("triton", scratch=tmp_path)
     outcomes = set()
     for item in chosen(bench, "L2", ("pages/write-read",)):
         with pytest.raises(NotRun) as refused:

@@ -148,9 +148,8 @@ def test_claims_of_a_manifest() -> None:
 def test_an_op_that_may_fall_back_is_claimed_without_its_formats() -> None:
     cpu = manifest_of("cpu")
     found = claims.of_manifest(cpu)
-    assert "experts" in cpu.ops
-    assert "experts" in cpu.fallback
-    assert [claim for claim in found if claim.startswith("op:")] == ["op:experts"]
+    assert {"experts", "linear"} <= set(cpu.ops) & set(cpu.fallback)
+    assert sorted(claim for claim in found if claim.startswith("op:")) == sorted(f"op:{op}" for op in cpu.ops)
     assert "limit:draft_tokens" not in found
 
 
