@@ -189,6 +189,11 @@ def test_a_folder_with_anything_else_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
+def _default_signals() -> None:
+    # A background job of a shell inherits "ignore" for SIGINT, which m31 respects and this test must not.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def started(tmp_path: Path, began: Path) -> subprocess.Popen[bytes]:
     """A run by the command line whose last item does not end; returns when that item is running."""
     code = (
@@ -202,6 +207,7 @@ def started(tmp_path: Path, began: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=_default_signals,
     )
     deadline = time.monotonic() + 120
     while not began.exists():
