@@ -98,4 +98,9 @@ def test_backends_agree_with_its_golden_values(
     model = golden.open_for(values, nano, backend=backend, dtype=dtype)
     found = list(golden.compare(values, model, longest=longest))
     assert max(agreement.tokens for agreement in found) == longest
-    assert golden.faults(found, CLOSE) == []
+    faults = golden.faults(found, CLOSE)
+    if backend == "cpu":  # one native program a step: there is nothing between kernels to look at
+        assert len(faults) == 2
+        assert all("ids were not observed" in fault for fault in faults)
+    else:
+        assert faults == []
