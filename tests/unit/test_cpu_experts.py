@@ -152,9 +152,7 @@ def test_other_parameters_than_usual(
 
 @each_isa
 @each_way
-def test_the_case_beyond_the_clamps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, capacity: int
-) -> None:
+def test_the_case_beyond_the_clamps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, capacity: int) -> None:
     file = write_experts(tmp_path / "w", BF16, COUNT, 64, 32)
     h, ids, weights = inputs(5, 64)
     given = (h * 40, ids, weights)
@@ -264,18 +262,21 @@ def test_nothing_beside_the_stored_bytes_is_read(
                 np.testing.assert_array_equal(layer(given, capacity=capacity), whole(given, capacity=capacity))
 
 
+@each_isa
 @each_way
+@pytest.mark.parametrize("w2", ["nvfp4", "bfloat16", "mxfp8"])
 def test_parts_of_tensors_are_read_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, formats: dict[str, str], capacity: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w2: str, capacity: int, isa: str
 ) -> None:
     """Rows of w1 and w3 and columns of w2, as a rank of a world takes them; w2's rows then have gaps."""
-    whole = write_experts(tmp_path / "w", formats, COUNT, 80, 144)
-    low, high = 48, 112
+    formats = {**(BF16 if w2 == "bfloat16" else NVFP4), "w2": w2}
+    whole = write_experts(tmp_path / "w", formats, COUNT, 96, 160)
+    low, high = (32, 128) if w2 == "mxfp8" else (48, 112)
     slots = {s: t.slice(1 if s.startswith("w2") else 0, low, high) for s, t in whole.slots.items()}
     values = {s: v[:, low:high] if s.startswith("w2") else v[low:high] for s, v in whole.values.items()}
     part = ExpertFile(whole.path, slots, values)
-    layer = Layer(session(monkeypatch, ISAS[0]), part, formats)
-    check(layer, part, inputs(7, 80), capacity)
+    layer = Layer(session(monkeypatch, isa), part, formats)
+    check(layer, part, inputs(7, 96), capacity)
     assert layer.handle.in_place == frozenset(slots)
 
 

@@ -82,6 +82,7 @@ def test_it_serves_the_processor_only() -> None:
     [
         ({"w1": None, "w3": None, "w2": None}, "traced without a checkpoint"),
         ({"w1": "int4", "w3": "int4", "w2": "int4"}, "int4"),
+        ({"w1": "nvfp4", "w3": "bfloat16", "w2": "nvfp4"}, "w1 and w3 are stored in several ways"),
     ],
 )
 def test_experts_that_it_leaves_to_others(tmp_path: Path, stored: dict[str, str | None], text: str) -> None:
