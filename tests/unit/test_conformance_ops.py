@@ -22,10 +22,13 @@ from m31.conformance.levels import ops as level
 from m31.conformance.levels.ops import Way
 from m31.errors import ContractViolation, SuiteError
 from m31.formats import mxfp8
-from m31.graph import Arithmetic, Kernel, Refusal
+from m31.graph import Arithmetic, Kernel, OpInstance, Refusal
 from m31.graph.unfuse import compose, prepare_parts, unfused
 from m31.ops.fused import FUSED
 from m31.sdk.manifest import Manifest
+from m31_cpu.codecs import CODECS
+from m31_cpu.session import FACTORIES
+from m31_cpu.stored import codec_of
 
 F32 = Arithmetic("float32", "float32", "float32")
 NEAR_ALL = 41  # every 41st item: all ops and formats, in seconds; the runner runs all
@@ -72,7 +75,15 @@ def test_the_example_passes(tmp_path: Path) -> None:
     assert {item.subject for item, _ in found} == set(cases.specs()) - {*FUSED, *cases.ops.DRAFT, *cases.ops.ADAPTER}
 
 
-def test_what_is_not_claimed_is_not_run(tmp_path: Path) -> None:
+def test_what_is_not_claimed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaves_plain(op: OpInstance, at: Any) -> Any:
+        return (
+            Refusal("plain experts are left to others") if codec_of(op, "w1.0") is CODECS["float32"] else made(op, at)
+        )
+
+    made = FACTORIES["experts"]
+    monkeypatch.setitem(FACTORIES, "experts", leaves_plain)  # type: ignore[arg-type]
+    monkeypatch.delitem(FACTORIES, "linear")  # type: ignore[arg-type]
     bench = Bench("cpu", scratch=tmp_path)
     outcomes = {}
     for name in ("linear", "experts", "add_norm", "experts_shared"):
@@ -86,6 +97,10 @@ def test_what_is_not_claimed_is_not_run(tmp_path: Path) -> None:
         "add_norm": "unclaimed",
         "experts_shared": "unclaimed",
     }
+    served = next(
+        i for i in level.items(bench.manifest) if i.subject == "experts" and i.attributes["stored"] == "nvfp4"
+    )
+    assert served.judge(served.execute(bench)).margin is not None
 
 
 def test_evidence_is_judged_without_the_backend(bench: Bench) -> None:

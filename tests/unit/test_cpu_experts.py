@@ -358,6 +358,24 @@ def test_damage_is_found_in_every_column(
     assert np.isfinite(layer(given, capacity=capacity)).all()
 
 
+@each_isa
+@each_way
+def test_what_was_sound_is_not_trusted_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, capacity: int
+) -> None:
+    """A token that is not finite has the weights looked at; scales that are damaged later are seen all the same."""
+    file = write_experts(tmp_path / "w", NVFP4, COUNT, 80, 144)
+    layer = Layer(session(monkeypatch, isa), file, NVFP4)
+    h, ids, weights = inputs(3, 80)
+    ids[:] = [4, 1]
+    given = h.copy(), ids, weights
+    h[1, 5] = np.nan
+    assert np.isnan(layer((h, ids, weights), capacity=capacity)[1]).all()
+    file.slots["w3.4"].parts()["scale"].load().view(torch.uint8)[7, 2] = 0x7F
+    with pytest.raises(NonFiniteWeight, match=r"w3\.4"):
+        layer(given, capacity=capacity)
+
+
 @each_way
 @pytest.mark.parametrize("wrong", [-1, COUNT, 2**40])
 def test_an_expert_that_does_not_exist_is_refused(
