@@ -274,6 +274,31 @@ def test_callers_wait_for_each_other(tmp_path: Path) -> None:
     assert not wrong
 
 
+def test_callers_of_a_new_crew_find_the_same_threads(tmp_path: Path) -> None:
+    """The first of them makes the threads; whoever comes meanwhile waits."""
+    again, made = threading.Event(), []
+
+    class Watched(Library):
+        def load(self, name: str, write: Any) -> Any:
+            if name == "crew":
+                made.append(name)
+                if len(made) > 1:
+                    again.set()
+                again.wait(0.2)  # time for another caller to come here as well
+            return super().load(name, write)
+
+    library = Watched(isas()[0], tmp_path)
+    crew, address, outs = Crew(2, library), library.address(THREE), [np.zeros(1, np.int64) for _ in range(3)]
+    programs = [Program.of([(address, packed(THREE, {"out": out.ctypes.data}), True)]) for out in outs]
+    callers = [threading.Thread(target=crew.run, args=(program,)) for program in programs]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert made == ["crew"]
+    assert [int(out[0]) for out in outs] == [3, 3, 3]
+
+
 def test_a_forked_child_makes_its_own_threads(tmp_path: Path) -> None:
     library = Library(isas()[0], tmp_path)
     crew = Crew(2, library)

@@ -202,6 +202,17 @@ def aligned(buffer: Any) -> int:
     return -(-ctypes.addressof(buffer) // 64) * 64
 
 
+_assembling = threading.Lock()  # held while a crew makes its threads: callers that come meanwhile take the same ones
+
+
+def _forked() -> None:
+    global _assembling
+    _assembling = threading.Lock()  # who held it has not come along
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Crew:
     """`count` threads, the caller of `run` among them. One program at a time; another caller waits.
 
@@ -218,7 +229,9 @@ class Crew:
     def run(self, program: Program) -> None:
         """Run a program to its end. The GIL is not held meanwhile."""
         if self._process != os.getpid():
-            self._assemble()
+            with _assembling:
+                if self._process != os.getpid():
+                    self._assemble()
         with self._lock:
             self._run(self._state, aligned(program.entries), program.count)
 

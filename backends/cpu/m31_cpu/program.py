@@ -18,6 +18,7 @@ from m31.graph import BoundGraph, DefaultPlan, Kernel, OpInstance, PlannedCall, 
 from m31.ops import TensorType
 from m31_cpu.crew import Crew, Program
 from m31_cpu.native import Native, packed
+from m31_cpu.stored import Stored
 
 Span = tuple[int, int]  # first address, and the one behind the last
 
@@ -178,6 +179,19 @@ class _Stretch:
     kernels: list[tuple[NativeKernel, PlannedCall]] = field(default_factory=list)
     program: Program | None = None
 
+    def look(self) -> None:
+        """Raise what the first kernel has found that found anything. What others found in the same step is dropped: it
+        may follow from the first, and the next step may not need what they found damaged."""
+        try:
+            for kernel, call in self.kernels:
+                if kernel.after is not None:
+                    kernel.after(call.handle)
+        except BaseException:
+            for _, call in self.kernels:
+                if isinstance(call.handle, Stored):
+                    call.handle.forget()
+            raise
+
 
 class NativePlan(DefaultPlan):
     """A step as one program; calls that other backends serve stand between programs.
@@ -223,9 +237,7 @@ class NativePlan(DefaultPlan):
             else:
                 assert part.program is not None
                 self._runner.crew.run(part.program)
-                for kernel, call in part.kernels:
-                    if kernel.after is not None:
-                        kernel.after(call.handle)
+                part.look()
         self._extras = {name: narrowed[self._index[value]] for name, value in self._graph.extras.items()}
         return self.logits(narrowed)
 

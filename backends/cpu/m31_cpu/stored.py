@@ -88,12 +88,16 @@ class Stored:
         if self._flags.raw.count(0) != len(self._flags):
             self._refuse()
 
+    def forget(self) -> None:
+        """Drop what kernels have found: their step is refused for another reason, and the next one begins anew."""
+        ctypes.memset(self._flags, 0, len(self._flags))
+
     def _refuse(self) -> None:
         flags = np.frombuffer(memoryview(self._flags), np.int64)
         found = {slot: int(flag) for slot, flag in zip(self._matrices, flags, strict=True) if flag}
         flags[:] = 0
         for slot, flag in found.items():
-            if slot in self._sound and flag != DAMAGED:
+            if slot in self._sound and not flag & DAMAGED:
                 continue  # a sum that is not finite, and its weights are: an input was not
             source = self._sources[slot]
             refuse_nonfinite(source.load(), source.name)  # `load` refuses block scales itself, with their place
