@@ -5,7 +5,7 @@
 Products of one token with NVFP4 and MXFP8 weights, of 512 tokens with NVFP4 weights (beside torch's `linear` on the
 decoded matrix, in bfloat16 and float32), sparse decode attention, block scores. Weights are random bytes in a file that
 is mapped, as a checkpoint is; pages are random too. In every round each contender runs in turn, and printed are medians
-with the least and the most of the rounds: of times, and of the ratio of another's time to the kernel's in one round. The
+with the least and the most of the rounds: of times, and of the ratio of another's time to its own in one round. The
 read is native code on the same threads that adds up 64-bit words. Bytes that fit into the processor's caches are read
 from there: with --quick, and by attention, which at any context reads 16 blocks for each KV head.
 """
