@@ -7,7 +7,8 @@ decoded matrix, in bfloat16 and float32), sparse decode attention, block scores.
 is mapped, as a checkpoint is; pages are random too. In every round each contender runs in turn, and printed are medians
 with the least and the most of the rounds: of times, and of the ratio of another's time to its own in one round. The
 read is native code on the same threads that adds up 64-bit words. Bytes that fit into the processor's caches are read
-from there: with --quick, and by attention, which at any context reads 16 blocks for each KV head.
+from there: with --quick, and by attention, which at any context reads 16 blocks for each KV head. The share is what the
+threads had of their processors in the worst round: well below 100 % others were at work, and the row says little.
 """
 
 from __future__ import annotations
@@ -264,17 +265,23 @@ def timed(run: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-def measure(case: Case, session: CpuSession, rounds: int) -> dict[str, list[float]]:
-    """Seconds by contender and round; each of them first runs once, and then for some milliseconds a round."""
+def measure(case: Case, session: CpuSession, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """(seconds by contender and round, processor time per second and thread of the kernel in its worst round); each
+    contender first runs once, and then for some milliseconds a round."""
     runs = {"kernel": case.run, "read": reader(session, case.pieces), **case.peers}
     for run in runs.values():
         run()
     repeats = {name: max(1, int(0.02 / timed(run, 1))) for name, run in runs.items()}
     took: dict[str, list[float]] = {name: [] for name in runs}
+    shares = []
     for _ in range(rounds):
         for name, run in runs.items():
+            began = time.process_time()
             took[name].append(timed(run, repeats[name]))
-    return took
+            if name == "kernel":
+                used = time.process_time() - began
+                shares.append(used / (took[name][-1] * repeats[name] * session.runner.crew.count))
+    return took, min(shares)
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -283,14 +290,22 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle:.{digits}f} [{least:.{digits}f}..{most:.{digits}f}]"
 
 
-def row(case: Case, threads: int, took: dict[str, list[float]]) -> str:
+def row(case: Case, threads: int, took: dict[str, list[float]], share: float) -> str:
     """A row of the table."""
     own, size = took["kernel"], sum(n for _, n in case.pieces)
     ratios = {name: spread([b / a for a, b in zip(own, t, strict=True)]) for name, t in took.items()}
     rates = f"{size / statistics.median(own) / 1e9:.1f}"
     done = f"{case.operations / statistics.median(own) / 1e9:.0f}" if case.operations else ""
     peers = [ratios.get(f"torch {dtype}", "") for dtype in ("bfloat16", "float32")]
-    cells = [case.name, str(threads), f"{size / 1e6:.1f}", spread([1e3 * t for t in own], 3), rates, done]
+    cells = [
+        case.name,
+        str(threads),
+        f"{100 * share:.0f} %",
+        f"{size / 1e6:.1f}",
+        spread([1e3 * t for t in own], 3),
+        rates,
+        done,
+    ]
     return f"| {' | '.join([*cells, ratios['read'], *peers])} |"
 
 
@@ -319,7 +334,9 @@ def main() -> None:
     args = parser.parse_args()
     rounds = args.rounds or (3 if args.quick else 7)
     megabytes = args.megabytes or (16 if args.quick else 256)
-    head = "kernel, threads, MB, ms, GB/s, GFLOP/s, read : kernel, torch bfloat16 : kernel, torch float32 : kernel"
+    head = (
+        "kernel, threads, share, MB, ms, GB/s, GFLOP/s, read : kernel, torch bfloat16 : kernel, torch float32 : kernel"
+    )
     names = head.split(", ")
     for at, threads in enumerate(args.threads):
         os.environ["M31_NUM_THREADS"] = str(threads)
@@ -330,7 +347,7 @@ def main() -> None:
             print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
         with tempfile.TemporaryDirectory() as folder:
             for case in cases(session, Path(folder), args.quick, megabytes):
-                print(row(case, threads, measure(case, session, rounds)), flush=True)
+                print(row(case, threads, *measure(case, session, rounds)), flush=True)
 
 
 if __name__ == "__main__":
