@@ -297,16 +297,8 @@ def row(case: Case, threads: int, took: dict[str, list[float]], share: float) ->
     rates = f"{size / statistics.median(own) / 1e9:.1f}"
     done = f"{case.operations / statistics.median(own) / 1e9:.0f}" if case.operations else ""
     peers = [ratios.get(f"torch {dtype}", "") for dtype in ("bfloat16", "float32")]
-    cells = [
-        case.name,
-        str(threads),
-        f"{100 * share:.0f} %",
-        f"{size / 1e6:.1f}",
-        spread([1e3 * t for t in own], 3),
-        rates,
-        done,
-    ]
-    return f"| {' | '.join([*cells, ratios['read'], *peers])} |"
+    cells = [case.name, str(threads), f"{100 * share:.0f} %", f"{size / 1e6:.1f}", spread([1e3 * t for t in own], 3)]
+    return f"| {' | '.join([*cells, rates, done, ratios['read'], *peers])} |"
 
 
 def cases(session: CpuSession, folder: Path, quick: bool, megabytes: int) -> Iterator[Case]:
@@ -334,10 +326,8 @@ def main() -> None:
     args = parser.parse_args()
     rounds = args.rounds or (3 if args.quick else 7)
     megabytes = args.megabytes or (16 if args.quick else 256)
-    head = (
-        "kernel, threads, share, MB, ms, GB/s, GFLOP/s, read : kernel, torch bfloat16 : kernel, torch float32 : kernel"
-    )
-    names = head.split(", ")
+    peers = [f"{name} : kernel" for name in ("read", "torch bfloat16", "torch float32")]
+    names = ["kernel", "threads", "share", "MB", "ms", "GB/s", "GFLOP/s", *peers]
     for at, threads in enumerate(args.threads):
         os.environ["M31_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
