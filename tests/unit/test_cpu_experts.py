@@ -363,8 +363,8 @@ def test_damage_is_found_in_every_column(
 def test_what_was_sound_is_not_trusted_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, capacity: int
 ) -> None:
-    """A token that is not finite has the weights looked at; scales that are damaged later are seen all the same, with or
-    without such a token."""
+    """A token that is not finite has the weights looked at; scales that are damaged later are seen all the same,
+    with or without such a token."""
     file = write_experts(tmp_path / "w", NVFP4, COUNT, 80, 144)
     layer = Layer(session(monkeypatch, isa), file, NVFP4)
     h, ids, weights = inputs(3, 80)
