@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -210,6 +212,27 @@ def test_plans(name: str) -> None:
     assert mine == alone.get(name, set(ops.ALL) & {call.op.spec.name for call in made.graph.calls})
     seen = check_fixed_buffers(serving.session, made, STEP, steps(3), cache)
     assert seen > 20 or (name == "cpu" and not seen)  # its plan runs no kernel from Python
+
+
+def test_a_native_plan_follows_the_cache_that_it_is_given() -> None:
+    """Its program holds addresses: it is made again for another cache, and keeps the one that they belong to alive."""
+    values = dict(STORED)
+    held = {n: tiny.held(n, v) for n, v in values.items()}
+    graph = trace(SMALL, stored=lambda n: stored_as(held[n]), pages=("float32", "float32"))  # type: ignore[arg-type]
+    serving = Serving("cpu", native())
+    made, cache = bound(serving, graph, SMALL, values)
+    plan, (batch, *_) = serving.session.compile(made, STEP), steps(3)
+    want = plan.run(batch, cache).clone()
+    page = int(batch.page_table[0, 0])
+    for _ in range(3):
+        other = cache.layout.allocate(12)
+        other.poison(range(12))
+        assert torch.equal(plan.run(batch, other), want)
+        assert bool(other.read(0, page)["k"][:, 0].isfinite().all())  # it wrote there, not where the last one was
+        alive = weakref.ref(other)
+        del other
+        gc.collect()
+        assert alive() is not None
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "fp8", "nvfp4"])

@@ -241,7 +241,7 @@ def packed(native: Native, values: Mapping[str, int | float]) -> Any:
     """
     if values.keys() != native.fields.keys():
         raise ConfigError(
-            f"{native.name} takes {sorted(native.fields)}", where="backend cpu", expected=f"{sorted(values)}"
+            f"{native.name} takes {sorted(native.fields)}, and was given {sorted(values)}", where="backend cpu"
         )
     record = (ctypes.c_int64 * len(native.fields))()
     for at, (name, kind) in enumerate(native.fields.items()):

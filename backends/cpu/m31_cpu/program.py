@@ -220,16 +220,16 @@ class NativePlan(DefaultPlan):
             else:
                 self._parts.append(call)
         self._addresses: tuple[int, ...] = ()
-        self._foreign = any(isinstance(part, PlannedCall) for part in self._parts)
+        self._cache: Any = None
 
     def run(self, batch: StepBatch, cache: Any) -> torch.Tensor:
         """See `Plan.run`."""
         size = batch.size
         self._sizes.set({"T": size.tokens, "S": size.seqs, "S+1": size.seqs + 1, "R": size.rows, "P": size.pages})
-        addresses = (id(cache), *(buffer.data_ptr() for buffer in batch.named().values()))
-        if addresses != self._addresses:
+        addresses = tuple(buffer.data_ptr() for buffer in batch.named().values())
+        if addresses != self._addresses or cache is not self._cache:
             self._write(batch, cache)
-            self._addresses = addresses
+            self._addresses, self._cache = addresses, cache  # held: another cache could get its place in memory
         narrowed = self.values(batch, cache)
         for part in self._parts:
             if isinstance(part, PlannedCall):

@@ -39,11 +39,6 @@ def store_f32(k: Kernel, value: Val, at: Val, index: Val) -> None:
     k.store(value, at, index * 4, align=4)
 
 
-def load_bf16(k: Kernel, at: Val, index: Val, lanes: int) -> Val:
-    """`lanes` bfloat16 from element `index` on, as float32."""
-    return wide(k.load(vec(I16, lanes), at, index * 2, align=2))
-
-
 def wide(x: Val) -> Val:
     """The float32 numbers of bfloat16 bits."""
     return (x.zext(I32) << 16).bits(vec(F32, x.type.count))
@@ -55,11 +50,6 @@ def narrow(k: Kernel, x: Val) -> Val:
     rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
     quiet = (bits >> 16) | 0x40
     return x.nan().select(quiet, rounded).trunc(I16)
-
-
-def store_bf16(k: Kernel, value: Val, at: Val, index: Val) -> None:
-    """Float32 to bfloat16 from element `index` on."""
-    k.store(narrow(k, value), at, index * 2, align=2)
 
 
 def splat(x: Val, lanes: int) -> Val:
